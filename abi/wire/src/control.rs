@@ -1,0 +1,235 @@
+//! Messages of the control connection: CBOR maps with numbered keys.
+//!
+//! A key is never used twice for different things. A field that a newer version adds is an
+//! `Option`; a decoder skips keys it does not know, so version N reads N-1 and N+1 alike.
+
+use minicbor::{Decode, Encode};
+
+/// Names one migration attempt; random, chosen by the source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
+#[cbor(transparent)]
+pub struct MigrationId(#[cbor(n(0), with = "minicbor::bytes")] pub [u8; 16]);
+
+/// Names one run of a destination process; random, chosen at its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Encode, Decode)]
+#[cbor(transparent)]
+pub struct InstanceId(#[cbor(n(0), with = "minicbor::bytes")] pub [u8; 16]);
+
+/// A run of guest frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct WireRange {
+    /// First guest frame number.
+    #[n(0)]
+    pub start_gfn: u64,
+    /// Number of pages; not zero.
+    #[n(1)]
+    pub pages: u64,
+}
+
+/// What the destination must build before the first page comes.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Setup {
+    /// This attempt.
+    #[n(0)]
+    pub migration: MigrationId,
+    /// Memory, ascending, not overlapping.
+    #[n(1)]
+    pub regions: Vec<WireRange>,
+    /// The machine's own description, opaque to the engine; at most [`MACHINE_BYTES_MAX`].
+    #[cbor(n(2), with = "minicbor::bytes")]
+    pub machine: Vec<u8>,
+    /// How many data channels the source will open: 1 to [`CHANNELS_MAX`].
+    #[n(3)]
+    pub channels: u16,
+    /// The source host's boot id: equal ids mean one host and one `CLOCK_MONOTONIC`.
+    #[cbor(n(4), with = "minicbor::bytes")]
+    pub boot_id: [u8; 16],
+}
+
+/// Most data channels of a migration.
+pub const CHANNELS_MAX: u16 = 128;
+/// Longest machine description.
+pub const MACHINE_BYTES_MAX: usize = 1 << 20;
+/// Longest saved state of all vCPUs and devices.
+pub const STATE_BYTES_MAX: usize = 64 << 20;
+
+/// The destination is ready for channels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct SetupDone {
+    /// The destination process.
+    #[n(0)]
+    pub instance: InstanceId,
+    /// What each data channel must show to be let in; random.
+    #[cbor(n(1), with = "minicbor::bytes")]
+    pub token: [u8; 16],
+    /// The destination host's boot id.
+    #[cbor(n(2), with = "minicbor::bytes")]
+    pub boot_id: [u8; 16],
+}
+
+/// Why one side ends an attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Abandon {
+    /// One line for people.
+    #[n(0)]
+    pub reason: String,
+}
+
+/// All channels passed the barrier of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct RoundReceived {
+    /// Which round, from 0.
+    #[n(0)]
+    pub round: u32,
+}
+
+/// The saved state of vCPUs and devices, opaque to the engine.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct State {
+    /// At most [`STATE_BYTES_MAX`].
+    #[cbor(n(0), with = "minicbor::bytes")]
+    pub bytes: Vec<u8>,
+}
+
+/// How long the destination took to load a rehearsal's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Rehearsed {
+    /// Loading the state into the waiting vCPUs.
+    #[n(0)]
+    pub load_ns: u64,
+    /// Entering a vCPU and leaving it at once.
+    #[n(1)]
+    pub start_ns: u64,
+}
+
+/// A digest of the destination's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Digest {
+    /// As `martlet_ram::GuestRam::digest` makes it.
+    #[cbor(n(0), with = "minicbor::bytes")]
+    pub digest: [u8; 32],
+}
+
+/// The right to run the guest moves to the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Commit {
+    /// This attempt.
+    #[n(0)]
+    pub migration: MigrationId,
+    /// The round whose barrier ends the last pages, on every channel.
+    #[n(1)]
+    pub last_round: u32,
+    /// Whether the guest ran when it was stopped; a paused guest stays paused.
+    #[n(2)]
+    pub running: bool,
+}
+
+/// The destination holds the right and acted on it. Times are on the destination's clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Committed {
+    /// When the commit was read.
+    #[n(0)]
+    pub commit_ns: u64,
+    /// When the state was loaded and all pages were in.
+    #[n(1)]
+    pub ready_ns: u64,
+    /// When the vCPUs were told to run.
+    #[n(2)]
+    pub started_ns: u64,
+}
+
+/// What the guest did at the destination, sent a moment after the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Alive {
+    /// The guest's first heartbeat on the destination's clock, if it had one.
+    #[n(0)]
+    pub first_heartbeat_ns: Option<u64>,
+    /// CPU time of the destination process during the migration.
+    #[n(1)]
+    pub cpu_ns: u64,
+}
+
+/// A clock probe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Ping {
+    /// The source's clock when it was sent.
+    #[n(0)]
+    pub sent_ns: u64,
+}
+
+/// The answer to a [`Ping`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Pong {
+    /// Copied from the ping.
+    #[n(0)]
+    pub sent_ns: u64,
+    /// The destination's clock when it answered.
+    #[n(1)]
+    pub answered_ns: u64,
+}
+
+/// What became of an attempt, asked on a connection of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Query {
+    /// Which attempt.
+    #[n(0)]
+    pub migration: MigrationId,
+}
+
+/// The destination's word on an attempt. `Abandoned` is also a promise: it will never run it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub enum Fate {
+    /// This process never heard of it.
+    #[n(0)]
+    Unknown,
+    /// The guest runs, or ran, here: the source must never start it.
+    #[n(1)]
+    Committed,
+    /// It never ran here and never will.
+    #[n(2)]
+    Abandoned,
+}
+
+/// The answer to a [`Query`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Answer {
+    /// The process that answers; another than the attempt's means that that one is gone.
+    #[n(0)]
+    pub instance: InstanceId,
+    /// What it knows.
+    #[n(1)]
+    pub fate: Fate,
+}
+
+/// A message of the control connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "each variant is named after its payload")]
+pub enum Control {
+    /// Source: build this.
+    Setup(Setup),
+    /// Destination: built; open the channels.
+    SetupDone(SetupDone),
+    /// Destination: all channels are there.
+    ChannelsReady,
+    RoundReceived(RoundReceived),
+    /// Source, guest running: load this state, to measure and to warm up; more will come.
+    Rehearse(State),
+    Rehearsed(Rehearsed),
+    /// Source: the guest is about to be stopped; stay awake.
+    SwitchoverSoon,
+    /// Source, guest stopped: the state to run.
+    FinalState(State),
+    /// Source: digest your memory once the last round is in. Only before the commit.
+    AskDigest,
+    Digest(Digest),
+    Commit(Commit),
+    Committed(Committed),
+    /// Destination, after a commit: the right goes back; the guest never ran here.
+    CommitRefused(Abandon),
+    Alive(Alive),
+    Ping(Ping),
+    Pong(Pong),
+    Abandon(Abandon),
+    Query(Query),
+    Answer(Answer),
+}

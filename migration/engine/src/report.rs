@@ -1,0 +1,170 @@
+//! What a migration tells its owner: progress while it runs, a report at the end.
+
+use crate::GuestCheck;
+use martlet_policy::Prediction;
+use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use std::time::Duration;
+
+/// Where a migration stands, in QEMU's words where QEMU has one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Connecting, building the destination, opening channels.
+    Setup,
+    /// Pre-copy rounds; the guest runs at the source.
+    Active,
+    /// The switchover: the guest is stopped.
+    Device,
+    /// The guest runs at the destination.
+    Completed,
+    /// The attempt failed; the guest runs at the source as before.
+    Failed,
+    /// A cancel was asked for and is being carried out.
+    Cancelling,
+    /// Cancelled; the guest runs at the source as before.
+    Cancelled,
+    /// The connection broke after the commit was sent and before its acknowledgement came. The
+    /// guest stays stopped here until the destination was asked.
+    Undecided,
+}
+
+impl Status {
+    /// Whether nothing more will happen by itself.
+    pub fn is_final(self) -> bool {
+        match self {
+            Status::Completed | Status::Failed | Status::Cancelled | Status::Undecided => true,
+            Status::Setup | Status::Active | Status::Device | Status::Cancelling => false,
+        }
+    }
+}
+
+/// Pages by what was done with them, summed over all rounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageCounts {
+    /// Sent with their content.
+    pub normal: u64,
+    /// Found to be zero: sent as a number.
+    pub zero: u64,
+    /// Never touched by the guest: neither read nor sent.
+    pub untouched: u64,
+}
+
+/// A moment's view of a migration.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Where it stands.
+    pub status: Status,
+    /// Since its start; the whole time once it is over.
+    pub elapsed: Duration,
+    /// The current round, from 0.
+    pub round: u32,
+    /// Sent so far on all channels, headers included.
+    pub bytes_sent: ByteCount,
+    /// Sending rate of the current round.
+    pub rate: BytesPerSec,
+    /// Dirty pages not yet sent.
+    pub remaining: PageCount,
+    /// All of the guest's memory.
+    pub total: PageCount,
+    /// Pages dirtied a second, from the last round.
+    pub dirty_pages_per_s: u64,
+    /// What the blackout would be, were the guest stopped now.
+    pub predicted_blackout: Option<Duration>,
+    /// The guest's time taken away to let the migration converge, in per cent.
+    pub throttle_percent: u8,
+    /// Pages by what was done with them.
+    pub pages: PageCounts,
+    /// Why it failed, in one line.
+    pub error: Option<String>,
+}
+
+/// The parts of the blackout that the source waits for, one after the other. Their sum is the
+/// protocol's own measure of the blackout.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Phases {
+    /// From the kick until the last vCPU was out.
+    pub pause: Duration,
+    /// Reading the dirty log once more.
+    pub final_sync: Duration,
+    /// Sending the last pages.
+    pub final_pages: Duration,
+    /// Waiting for the rest of the vCPU and device state, and sending it.
+    pub cpu_state: Duration,
+    /// From the commit's sending until the destination had it and everything else.
+    pub commit: Duration,
+    /// From then until the vCPUs ran.
+    pub start: Duration,
+}
+
+/// Which side a [`Span`] happened on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The host that gives the guest away.
+    Source,
+    /// The host that gets it.
+    Destination,
+}
+
+/// One bar of the switchover's timeline. Zero is the moment the stop was ordered; a destination's
+/// times are mapped to the source's clock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// What was done, e.g. `save vCPU state`.
+    pub name: &'static str,
+    /// Where.
+    pub side: Side,
+    /// Microseconds from zero; negative before the stop.
+    pub start_us: i64,
+    /// Microseconds from zero; not before the start.
+    pub end_us: i64,
+}
+
+/// How an attempt ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The guest runs at the destination.
+    Completed,
+    /// The guest runs at the source, as before.
+    Failed,
+    /// The guest runs at the source, as before: its owner cancelled.
+    Cancelled,
+    /// Nobody here can know; see [`Status::Undecided`].
+    Undecided,
+}
+
+/// What was measured in one migration.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why it failed, in one line.
+    pub error: Option<String>,
+    /// From the call until the destination's acknowledgement.
+    pub total: Duration,
+    /// Last heartbeat at the source to the first at the destination when both hosts are one, else
+    /// the sum of [`Phases`]. `None` if there was no switchover, or one lengthened by a check.
+    pub blackout: Option<Duration>,
+    /// What `blackout` may be off by because two hosts' clocks were compared; zero on one host.
+    pub clock_error: Duration,
+    /// What was predicted when the guest was stopped.
+    pub predicted: Option<Prediction>,
+    /// The blackout's parts.
+    pub phases: Phases,
+    /// The switchover, bar by bar.
+    pub timeline: Vec<Span>,
+    /// Pre-copy rounds and the last one.
+    pub rounds: u32,
+    /// Pages by what was done with them.
+    pub pages: PageCounts,
+    /// Sent on all connections, headers included.
+    pub bytes_sent: ByteCount,
+    /// Data channels used.
+    pub channels: u16,
+    /// CPU time of the source process meanwhile, its vCPUs included.
+    pub source_cpu: Duration,
+    /// CPU time of the destination process meanwhile, if it said so.
+    pub destination_cpu: Option<Duration>,
+    /// What the guest said of itself when it left.
+    pub guest: Option<GuestCheck>,
+    /// Whether both sides' memory was equal before the commit, if that was asked for.
+    pub memory_equal: Option<bool>,
+}

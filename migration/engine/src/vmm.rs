@@ -1,0 +1,141 @@
+//! What the engine needs of a VMM. `martlet-machine` is one that provides it.
+
+use martlet_protocol::RunPermit;
+use martlet_ram::{DirtySource, GuestRam, TrackError};
+use martlet_units::Instant;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Why a VMM could not do what the engine asked. Before the commit the attempt is abandoned.
+#[derive(Debug, thiserror::Error)]
+#[error("{action}: {reason}")]
+pub struct VmmError {
+    /// What was being done, e.g. `load the state of vCPU 3`.
+    pub action: String,
+    /// Why it failed, as one line with the values concerned.
+    pub reason: String,
+}
+
+/// Whether a guest runs or is paused by its owner. A paused guest stays paused across a
+/// migration, whether that succeeds or fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunState {
+    /// vCPUs run.
+    Running,
+    /// vCPUs are stopped until the owner continues them.
+    Paused,
+}
+
+/// All vCPUs of a guest are stopped.
+#[derive(Debug)]
+pub struct Paused {
+    /// The right to run it, given up by the VMM: it can't start a vCPU before it has this back.
+    pub permit: RunPermit,
+    /// What it did before.
+    pub was: RunState,
+}
+
+/// What stopping and saving would have taken just now, and what it would have given.
+#[derive(Clone, Debug)]
+pub struct Rehearsal {
+    /// From the kick until the last vCPU was out.
+    pub pause: Duration,
+    /// From then until the last state was saved.
+    pub save: Duration,
+    /// A state as [`SourceVmm::take_state`] gives it, good for loading, not for running.
+    pub state: Vec<u8>,
+}
+
+/// What a guest says of itself, if it can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestCheck {
+    /// Pages whose content it checked since its boot.
+    pub verified_pages: u64,
+    /// Pages that were wrong. One is a lost guest.
+    pub wrong_pages: u64,
+    /// Its heartbeats since its boot.
+    pub heartbeats: u64,
+}
+
+/// A machine whose guest can be moved away.
+///
+/// Order of calls in one attempt: `machine_description`, `track`, any number of `rehearse` and
+/// `set_throttle`, then `begin_pause`, `wait_paused`, `take_state`, and if the attempt fails,
+/// `resume`. All take `&self`: the owner may ask for status meanwhile.
+pub trait SourceVmm: Send + Sync {
+    /// What a destination must build, opaque to the engine and checked by the destination's VMM.
+    fn machine_description(&self) -> Vec<u8>;
+
+    /// The guest's memory.
+    fn ram(&self) -> Arc<GuestRam>;
+
+    /// Starts dirty tracking. Pages written from now on are reported; the state before is
+    /// whatever the first round sends.
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError>;
+
+    /// Makes every vCPU leave and re-enter the guest once, saving its state in between, and
+    /// measures that. The guest loses a fraction of a millisecond.
+    fn rehearse(&self) -> Result<Rehearsal, VmmError>;
+
+    /// Takes this share of a running guest's time away, 0 to 99 per cent.
+    fn set_throttle(&self, percent: u8);
+
+    /// Tells all vCPUs to stop and then each to save its own state, at once; waits for nothing.
+    fn begin_pause(&self);
+
+    /// Returns when no vCPU runs any more: dirty tracking is final from here. The saving may
+    /// still go on. On an error the guest has been set running again as it was.
+    fn wait_paused(&self) -> Result<Paused, VmmError>;
+
+    /// Waits for the vCPUs' own saving, adds the VM's and devices' state and returns all of it.
+    /// Only between `wait_paused` and `resume`.
+    fn take_state(&self) -> Result<Vec<u8>, VmmError>;
+
+    /// Gives the permit back; the guest goes on as it was. The source's way out of every failure
+    /// before the commit.
+    fn resume(&self, permit: RunPermit, state: RunState);
+
+    /// After the commit: the guest has left for good. vCPU threads may end.
+    fn moved_away(&self);
+
+    /// The last heartbeat that left this process, on `CLOCK_MONOTONIC`.
+    fn last_heartbeat(&self) -> Option<Instant>;
+
+    /// What the guest says of itself.
+    fn guest_check(&self) -> Option<GuestCheck>;
+}
+
+/// Builds the machine that a source describes.
+pub trait DestinationFactory: Send + Sync {
+    /// Checks the description against this host and builds everything: memory of this layout,
+    /// vCPUs, devices, threads. Nothing may be left for the blackout but loading the state.
+    fn build(
+        &self,
+        machine_description: &[u8],
+        layout: &[martlet_units::PageRange],
+    ) -> Result<Arc<dyn DestinationVmm>, VmmError>;
+}
+
+/// A machine that waits for a guest.
+///
+/// Order of calls: any number of `load_state` (rehearsals), `arm`, the last `load_state`, `start`.
+/// Dropping it before `start` frees everything.
+pub trait DestinationVmm: Send + Sync {
+    /// The memory to receive into.
+    fn ram(&self) -> Arc<GuestRam>;
+
+    /// Loads a state into the waiting vCPUs and devices, all vCPUs at once. The state comes from
+    /// the peer: anything may be in it. Returns how long entering and leaving a vCPU took
+    /// afterwards, as a measure of what `start` will take.
+    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError>;
+
+    /// The blackout is near: the threads of the vCPUs stay awake from now on, yielding, for at
+    /// most `limit`.
+    fn arm(&self, limit: Duration);
+
+    /// Runs the guest, or leaves it paused.
+    fn start(&self, permit: RunPermit, state: RunState);
+
+    /// The first heartbeat that left this process, on `CLOCK_MONOTONIC`.
+    fn first_heartbeat(&self) -> Option<Instant>;
+}

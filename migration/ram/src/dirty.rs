@@ -1,0 +1,70 @@
+//! Dirty tracking as the engine sees it, whoever does it: the KVM log, the KVM dirty ring, or
+//! userfaultfd with `PAGEMAP_SCAN`.
+
+use crate::{GuestRam, RegionIndex};
+use martlet_bitmap::PageBitmap;
+use std::io;
+
+/// Why pages could not be tracked. Always the host's fault: the migration is abandoned and the
+/// guest runs on.
+#[derive(Debug, thiserror::Error)]
+#[error("dirty tracking: {operation} failed")]
+pub struct TrackError {
+    /// What was asked of the kernel, e.g. `KVM_GET_DIRTY_LOG of region 1`.
+    pub operation: String,
+    /// What it answered.
+    #[source]
+    pub source: io::Error,
+}
+
+/// Finds the pages that the guest wrote. Made for one migration attempt; the pages are tracked
+/// from its making until its drop, which gives the guest its full speed back.
+///
+/// Order of calls, over and over: [`sync`](DirtySource::sync), then for the pages that are to be
+/// sent [`rearm`](DirtySource::rearm), and only then are those pages read. A write that comes
+/// after the rearm shows in a later sync; a write before it is in what is read. So a page is never
+/// lost, however the calls of several rounds mix.
+pub trait DirtySource: Send {
+    /// Adds every page that was written, and not yet reported, to `into`. Never clears a bit
+    /// there. May be called while vCPUs run or while they are stopped.
+    fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError>;
+
+    /// Catches the next write to the pages of `words`: bit `b` of `words[i]` is page
+    /// `first_page + 64 * i + b` of `region`; `first_page` is a multiple of 64. Only pages that a
+    /// `sync` reported since they were last rearmed may be named. A source that rearms while it
+    /// syncs does nothing here.
+    fn rearm(
+        &mut self,
+        region: RegionIndex,
+        first_page: u64,
+        words: &[u64],
+    ) -> Result<(), TrackError>;
+}
+
+/// One dirty bitmap for each region of a guest.
+#[derive(Debug)]
+pub struct RamBitmap {
+    regions: Box<[PageBitmap]>,
+}
+
+impl RamBitmap {
+    /// Clear bitmaps for the regions of `ram`.
+    pub fn new(ram: &GuestRam) -> RamBitmap {
+        RamBitmap { regions: ram.regions().iter().map(|r| PageBitmap::new(r.pages())).collect() }
+    }
+
+    /// The bitmap of one region.
+    pub fn region(&self, region: RegionIndex) -> &PageBitmap {
+        &self.regions[usize::from(region.0)]
+    }
+
+    /// All bitmaps with their regions' numbers.
+    pub fn iter(&self) -> impl Iterator<Item = (RegionIndex, &PageBitmap)> {
+        (0..).map(RegionIndex).zip(self.regions.iter())
+    }
+
+    /// Dirty pages in all regions. Exact only while nobody writes.
+    pub fn count(&self) -> u64 {
+        self.regions.iter().map(PageBitmap::count).sum()
+    }
+}

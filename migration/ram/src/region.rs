@@ -1,0 +1,176 @@
+//! Regions of guest memory: sealed memfds, mapped shared.
+#![allow(unsafe_code)]
+// UNSAFETY: guest memory is mapped and handed out as raw pointers; this module owns the mappings,
+// so it is the place that can promise that a pointer it gives stays valid as long as the region.
+
+use martlet_units::{ByteCount, Gfn, PAGE_SIZE, PageCount, PageRange};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
+
+/// Number of a region in its [`GuestRam`], in ascending order of guest address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RegionIndex(pub u16);
+
+/// Most regions a guest may have.
+pub const REGIONS_MAX: usize = 64;
+
+/// Why guest memory could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RamError {
+    /// No regions, more than 64, or two that overlap or are out of order.
+    #[error("guest memory regions are empty, too many, overlapping or out of order")]
+    Layout,
+    /// The host would not give the memory.
+    #[error("cannot {operation} {size} of guest memory")]
+    Host {
+        /// `create`, `size`, `seal` or `map`.
+        operation: &'static str,
+        /// How much was asked for.
+        size: ByteCount,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A run of guest frames backed by one sealed memfd, mapped for reading and writing.
+///
+/// The file's size is sealed, so an access through the mapping can't fault for want of a file.
+/// Pages that nobody touched are holes: they take no memory and read as zero.
+#[derive(Debug)]
+pub struct RamRegion {
+    range: PageRange,
+    host: *mut u8,
+    file: File,
+}
+
+// SAFETY: the region owns its mapping; the pointer is valid from every thread until the drop.
+unsafe impl Send for RamRegion {}
+// SAFETY: as above; a shared region only hands out raw pointers, whose users say how they share.
+unsafe impl Sync for RamRegion {}
+
+impl RamRegion {
+    /// Makes and maps an empty region. Nothing is allocated before it is touched.
+    pub fn create(range: PageRange) -> Result<RamRegion, RamError> {
+        let size = range.pages().to_bytes();
+        let host_error = |operation| {
+            move |error: rustix::io::Errno| RamError::Host { operation, size, source: error.into() }
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("martlet-guest-ram", flags)
+            .map_err(host_error("create"))?;
+        rustix::fs::ftruncate(&fd, size.0).map_err(host_error("size"))?;
+        let seals = SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+        rustix::fs::fcntl_add_seals(&fd, seals).map_err(host_error("seal"))?;
+        let length = usize::try_from(size.0).map_err(|_| RamError::Layout)?;
+        // SAFETY: a new mapping at an address of the kernel's choice harms nobody.
+        let host = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                length,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &fd,
+                0,
+            )
+        }
+        .map_err(host_error("map"))?;
+        let region = RamRegion { range, host: host.cast(), file: File::from(fd) };
+        // Guest memory is large and need not be in this process's core dumps.
+        // SAFETY: the range is the mapping made above.
+        let _ = unsafe { rustix::mm::madvise(host, length, Advice::LinuxDontDump) };
+        Ok(region)
+    }
+
+    /// The frames it covers.
+    pub fn range(&self) -> PageRange {
+        self.range
+    }
+
+    /// How many pages it has.
+    pub fn pages(&self) -> u64 {
+        self.range.pages().0
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.pages() * PAGE_SIZE
+    }
+
+    /// The first byte of page `page` of this region in the host's address space. The pointer and
+    /// the rest of the region behind it are valid while the region lives. The guest may write
+    /// there at any moment: hand it to the kernel, or copy with volatile reads.
+    ///
+    /// # Panics
+    /// If `page` is not in the region.
+    #[expect(clippy::cast_possible_truncation, reason = "the mapping's length fits usize")]
+    pub fn host_ptr(&self, page: u64) -> *mut u8 {
+        assert!(page < self.pages(), "page {page} of region {}", self.range);
+        // SAFETY: below the mapping's length, as asserted.
+        unsafe { self.host.add((page * PAGE_SIZE) as usize) }
+    }
+
+    /// The memfd behind the region: for KVM, for `SEEK_DATA`, for handing to another process.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Drop for RamRegion {
+    fn drop(&mut self) {
+        let length = usize::try_from(self.len_bytes()).expect("was mapped with this length");
+        // SAFETY: the mapping is this region's own and no pointer may outlive the region.
+        let _ = unsafe { rustix::mm::munmap(self.host.cast(), length) };
+    }
+}
+
+/// All memory of a guest, in ascending order of address.
+#[derive(Debug)]
+pub struct GuestRam {
+    regions: Box<[RamRegion]>,
+}
+
+impl GuestRam {
+    /// Makes empty memory for these ranges, which must ascend and not overlap.
+    pub fn create(layout: &[PageRange]) -> Result<GuestRam, RamError> {
+        let ascending = layout.windows(2).all(|pair| pair[0].end() <= pair[1].start());
+        if layout.is_empty() || layout.len() > REGIONS_MAX || !ascending {
+            return Err(RamError::Layout);
+        }
+        let regions = layout.iter().map(|range| RamRegion::create(*range)).collect::<Result<_, _>>();
+        Ok(GuestRam { regions: regions? })
+    }
+
+    /// The regions; a [`RegionIndex`] is a place in this slice.
+    pub fn regions(&self) -> &[RamRegion] {
+        &self.regions
+    }
+
+    /// The region with this number; `None` if the number is a peer's invention.
+    pub fn region(&self, index: RegionIndex) -> Option<&RamRegion> {
+        self.regions.get(usize::from(index.0))
+    }
+
+    /// The ranges it was made with.
+    pub fn layout(&self) -> Vec<PageRange> {
+        self.regions.iter().map(RamRegion::range).collect()
+    }
+
+    /// Pages in all regions.
+    pub fn pages(&self) -> PageCount {
+        PageCount(self.regions.iter().map(RamRegion::pages).sum())
+    }
+
+    /// The region that holds a frame, and the frame's page number in it.
+    pub fn find(&self, gfn: Gfn) -> Option<(RegionIndex, u64)> {
+        let index = self.regions.partition_point(|r| r.range.end() <= gfn);
+        let region = self.regions.get(index)?;
+        let page = gfn.0.checked_sub(region.range.start().0)?;
+        Some((RegionIndex(u16::try_from(index).ok()?), page))
+    }
+}
