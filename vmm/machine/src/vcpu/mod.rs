@@ -1,0 +1,3 @@
+//! vCPUs: one thread each, ordered about together.
+
+pub(crate) mod backend;
