@@ -17,6 +17,7 @@ pub struct InstanceId(#[cbor(n(0), with = "minicbor::bytes")] pub [u8; 16]);
 
 /// A run of guest frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct WireRange {
     /// First guest frame number.
     #[n(0)]
@@ -28,11 +29,12 @@ pub struct WireRange {
 
 /// What the destination must build before the first page comes.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Setup {
     /// This attempt.
     #[n(0)]
     pub migration: MigrationId,
-    /// Memory, ascending, not overlapping.
+    /// Memory: 1 to [`REGIONS_MAX`] ranges, ascending, not overlapping.
     #[n(1)]
     pub regions: Vec<WireRange>,
     /// The machine's own description, opaque to the engine; at most [`MACHINE_BYTES_MAX`].
@@ -48,13 +50,18 @@ pub struct Setup {
 
 /// Most data channels of a migration.
 pub const CHANNELS_MAX: u16 = 128;
+/// Most regions of guest memory.
+pub const REGIONS_MAX: usize = 64;
 /// Longest machine description.
 pub const MACHINE_BYTES_MAX: usize = 1 << 20;
+/// Longest reason, in bytes of UTF-8.
+pub const REASON_BYTES_MAX: usize = 1024;
 /// Longest saved state of all vCPUs and devices.
 pub const STATE_BYTES_MAX: usize = 64 << 20;
 
 /// The destination is ready for channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct SetupDone {
     /// The destination process.
     #[n(0)]
@@ -69,22 +76,26 @@ pub struct SetupDone {
 
 /// Why one side ends an attempt.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Abandon {
-    /// One line for people.
+    /// One line for people; at most [`REASON_BYTES_MAX`], and without control characters, as it
+    /// ends on a terminal. Both are made so when it is sent and when it is received.
     #[n(0)]
     pub reason: String,
 }
 
 /// All channels passed the barrier of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct RoundReceived {
-    /// Which round, from 0.
+    /// Which round, from 0 and without gaps.
     #[n(0)]
     pub round: u32,
 }
 
 /// The saved state of vCPUs and devices, opaque to the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct State {
     /// At most [`STATE_BYTES_MAX`].
     #[cbor(n(0), with = "minicbor::bytes")]
@@ -93,6 +104,7 @@ pub struct State {
 
 /// How long the destination took to load a rehearsal's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Rehearsed {
     /// Loading the state into the waiting vCPUs.
     #[n(0)]
@@ -102,8 +114,19 @@ pub struct Rehearsed {
     pub start_ns: u64,
 }
 
+/// The guest is about to be stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct SwitchoverSoon {
+    /// The round that will carry the last pages. Known before the stop, so that the destination
+    /// can tell a channel that has done its work from one that was lost too early.
+    #[n(0)]
+    pub last_round: u32,
+}
+
 /// A digest of the destination's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Digest {
     /// As `martlet_ram::GuestRam::digest` makes it.
     #[cbor(n(0), with = "minicbor::bytes")]
@@ -112,6 +135,7 @@ pub struct Digest {
 
 /// The right to run the guest moves to the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Commit {
     /// This attempt.
     #[n(0)]
@@ -126,6 +150,7 @@ pub struct Commit {
 
 /// The destination holds the right and acted on it. Times are on the destination's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Committed {
     /// When the commit was read.
     #[n(0)]
@@ -140,6 +165,7 @@ pub struct Committed {
 
 /// What the guest did at the destination, sent a moment after the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Alive {
     /// The guest's first heartbeat on the destination's clock, if it had one.
     #[n(0)]
@@ -151,6 +177,7 @@ pub struct Alive {
 
 /// A clock probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Ping {
     /// The source's clock when it was sent.
     #[n(0)]
@@ -159,6 +186,7 @@ pub struct Ping {
 
 /// The answer to a [`Ping`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Pong {
     /// Copied from the ping.
     #[n(0)]
@@ -170,6 +198,7 @@ pub struct Pong {
 
 /// What became of an attempt, asked on a connection of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Query {
     /// Which attempt.
     #[n(0)]
@@ -178,6 +207,7 @@ pub struct Query {
 
 /// The destination's word on an attempt. `Abandoned` is also a promise: it will never run it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(index_only)]
 pub enum Fate {
     /// This process never heard of it.
     #[n(0)]
@@ -188,10 +218,14 @@ pub enum Fate {
     /// It never ran here and never will.
     #[n(2)]
     Abandoned,
+    /// It is under way here and not decided: the source must not start the guest. Ask again.
+    #[n(3)]
+    Pending,
 }
 
 /// The answer to a [`Query`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
 pub struct Answer {
     /// The process that answers; another than the attempt's means that that one is gone.
     #[n(0)]
@@ -201,7 +235,7 @@ pub struct Answer {
     pub fate: Fate,
 }
 
-/// A message of the control connection.
+/// A message of the control connection. How it becomes bytes and back is in [`crate::frame`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each variant is named after its payload")]
 pub enum Control {
@@ -216,7 +250,7 @@ pub enum Control {
     Rehearse(State),
     Rehearsed(Rehearsed),
     /// Source: the guest is about to be stopped; stay awake.
-    SwitchoverSoon,
+    SwitchoverSoon(SwitchoverSoon),
     /// Source, guest stopped: the state to run.
     FinalState(State),
     /// Source: digest your memory once the last round is in. Only before the commit.
