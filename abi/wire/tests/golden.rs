@@ -2,6 +2,8 @@
 //! RFC 8949), not made by the code under test. If one of these has to change, old and new builds
 //! no longer understand each other: that takes a new version, not a new vector.
 
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests")]
+
 use martlet_wire::control::{
     Abandon, Alive, Answer, Commit, Control, Fate, InstanceId, MigrationId, Query, RoundReceived,
     Setup, SetupDone, State, SwitchoverSoon, WireRange,

@@ -57,7 +57,7 @@ fn messages() -> Vec<Control> {
 
 fn framed(message: &Control) -> Vec<u8> {
     let mut bytes = Vec::new();
-    encode(message, &mut bytes).unwrap();
+    encode(message, &mut bytes).expect("within the limits");
     bytes
 }
 
@@ -92,7 +92,7 @@ impl Random {
     }
 
     fn below(&mut self, limit: usize) -> usize {
-        usize::try_from(self.next() % limit as u64).unwrap()
+        usize::try_from(self.next() % limit as u64).expect("below a usize")
     }
 
     fn byte(&mut self) -> u8 {
@@ -197,7 +197,7 @@ fn header(kind: u16, flags: u16, length: u32, reserved: u32) -> [u8; 16] {
     bytes.extend(flags.to_le_bytes());
     bytes.extend(length.to_le_bytes());
     bytes.extend(reserved.to_le_bytes());
-    bytes.try_into().unwrap()
+    bytes.try_into().expect("sixteen bytes")
 }
 
 #[test]
