@@ -58,6 +58,11 @@ impl RamBitmap {
         &self.regions[usize::from(region.0)]
     }
 
+    /// How many regions it covers.
+    pub fn region_count(&self) -> usize {
+        self.regions.len()
+    }
+
     /// All bitmaps with their regions' numbers.
     pub fn iter(&self) -> impl Iterator<Item = (RegionIndex, &PageBitmap)> {
         (0..).map(RegionIndex).zip(self.regions.iter())

@@ -10,12 +10,65 @@
 //! or a device may write it at any moment, so it is a pointer and a length until the kernel or a
 //! checked copy reads it.
 
+mod advise;
+mod batch;
+mod chunk;
+mod digest;
 mod dirty;
+mod place;
 mod region;
+mod scanner;
+mod slice;
+mod untouched;
+mod zero;
 
+pub use batch::{BYTES_MAX, PageBatch, Pushed, RUNS_MAX, Run, RunKind};
+pub use chunk::{CHUNK_WORDS, Chunk, ChunkBits, channel_of};
 pub use dirty::{DirtySource, RamBitmap, TrackError};
+pub use martlet_bitmap::PageBitmap;
+pub use place::Placer;
 pub use region::{GuestRam, REGIONS_MAX, RamError, RamRegion, RegionIndex};
+pub use scanner::{Scanner, WINDOW_PAGES};
+pub use slice::{BadRun, RawSlice};
+pub use untouched::mark_touched;
+pub use zero::ZeroCheck;
 
 /// Pages in a chunk: the unit in which dirty pages are handed out and the unit that always takes
 /// the same channel. 2 MiB, so that a chunk is one huge page where the host uses them.
 pub const CHUNK_PAGES: u64 = 512;
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+// UNSAFETY: tests stand in for the guest, which writes its memory.
+mod tests {
+    use super::*;
+    use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
+
+    /// Memory of these lengths in pages, with holes between the regions.
+    pub(crate) fn regions(lengths: &[u64]) -> GuestRam {
+        let mut start = 0;
+        let mut range = |length: &u64| {
+            let range = PageRange::try_new(Gfn(start), PageCount(*length)).unwrap();
+            start += length + 7;
+            range
+        };
+        GuestRam::create(&lengths.iter().map(&mut range).collect::<Vec<_>>()).unwrap()
+    }
+
+    pub(crate) fn one_region(pages: u64) -> GuestRam {
+        regions(&[pages])
+    }
+
+    /// Touches a page; with a byte that is not zero it has content.
+    pub(crate) fn write_page(ram: &GuestRam, region: u16, page: u64, byte: u8) {
+        let start = ram.regions()[usize::from(region)].host_ptr(page);
+        // SAFETY: a mapped page that only this test's thread writes.
+        unsafe { start.write_bytes(byte, usize::try_from(PAGE_SIZE).unwrap()) };
+    }
+
+    pub(crate) fn page_is_zero(ram: &GuestRam, region: u16, page: u64) -> bool {
+        let start = ram.regions()[usize::from(region)].host_ptr(page);
+        // SAFETY: a mapped page.
+        unsafe { ZeroCheck::detect().is_zero(start) }
+    }
+}

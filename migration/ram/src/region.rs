@@ -57,30 +57,42 @@ unsafe impl Sync for RamRegion {}
 impl RamRegion {
     /// Makes and maps an empty region. Nothing is allocated before it is touched.
     pub fn create(range: PageRange) -> Result<RamRegion, RamError> {
+        RamRegion::map(range, None)
+    }
+
+    /// As [`RamRegion::create`], at this host address or not at all, and executable: for a guest
+    /// whose instructions the host's own threads execute, so that its pointers stay true.
+    pub fn create_at(range: PageRange, host_address: usize) -> Result<RamRegion, RamError> {
+        RamRegion::map(range, Some(host_address))
+    }
+
+    fn map(range: PageRange, host_address: Option<usize>) -> Result<RamRegion, RamError> {
         let size = range.pages().to_bytes();
         let host_error = |operation| {
             move |error: rustix::io::Errno| RamError::Host { operation, size, source: error.into() }
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create("martlet-guest-ram", flags)
-            .map_err(host_error("create"))?;
+        let fd =
+            rustix::fs::memfd_create("martlet-guest-ram", flags).map_err(host_error("create"))?;
         rustix::fs::ftruncate(&fd, size.0).map_err(host_error("size"))?;
         let seals = SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(host_error("seal"))?;
         let length = usize::try_from(size.0).map_err(|_| RamError::Layout)?;
-        // SAFETY: a new mapping at an address of the kernel's choice harms nobody.
-        let host = unsafe {
-            rustix::mm::mmap(
-                ptr::null_mut(),
-                length,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-                &fd,
-                0,
-            )
+        let mut protection = ProtFlags::READ | ProtFlags::WRITE;
+        let mut flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        if host_address.is_some() {
+            protection |= ProtFlags::EXEC;
+            flags |= MapFlags::FIXED_NOREPLACE;
         }
-        .map_err(host_error("map"))?;
+        let hint = ptr::without_provenance_mut(host_address.unwrap_or(0));
+        // SAFETY: a new mapping that replaces no other one harms nobody.
+        let host = unsafe { rustix::mm::mmap(hint, length, protection, flags, &fd, 0) }
+            .map_err(host_error("map"))?;
         let region = RamRegion { range, host: host.cast(), file: File::from(fd) };
+        if host_address.is_some_and(|wanted| wanted != host.addr()) {
+            // A kernel before 4.17 takes the address for a wish.
+            return Err(host_error("map")(rustix::io::Errno::EXIST));
+        }
         // Guest memory is large and need not be in this process's core dumps.
         // SAFETY: the range is the mapping made above.
         let _ = unsafe { rustix::mm::madvise(host, length, Advice::LinuxDontDump) };
@@ -138,11 +150,28 @@ pub struct GuestRam {
 impl GuestRam {
     /// Makes empty memory for these ranges, which must ascend and not overlap.
     pub fn create(layout: &[PageRange]) -> Result<GuestRam, RamError> {
+        GuestRam::create_each(layout, RamRegion::create)
+    }
+
+    /// As [`GuestRam::create`], with guest physical address `x` at host address `base + x` and
+    /// executable; see [`RamRegion::create_at`]. Fails if something else is mapped there.
+    pub fn create_at(layout: &[PageRange], base: usize) -> Result<GuestRam, RamError> {
+        GuestRam::create_each(layout, |range| {
+            let offset = range.start().checked_to_gpa().and_then(|gpa| usize::try_from(gpa.0).ok());
+            let host_address = offset.and_then(|offset| base.checked_add(offset));
+            RamRegion::create_at(range, host_address.ok_or(RamError::Layout)?)
+        })
+    }
+
+    fn create_each(
+        layout: &[PageRange],
+        create: impl Fn(PageRange) -> Result<RamRegion, RamError>,
+    ) -> Result<GuestRam, RamError> {
         let ascending = layout.windows(2).all(|pair| pair[0].end() <= pair[1].start());
         if layout.is_empty() || layout.len() > REGIONS_MAX || !ascending {
             return Err(RamError::Layout);
         }
-        let regions = layout.iter().map(|range| RamRegion::create(*range)).collect::<Result<_, _>>();
+        let regions = layout.iter().map(|range| create(*range)).collect::<Result<_, _>>();
         Ok(GuestRam { regions: regions? })
     }
 

@@ -1,0 +1,125 @@
+//! Where received pages go.
+#![allow(unsafe_code)]
+// UNSAFETY: pages that must become zero again are written through raw pointers.
+
+use crate::{BadRun, GuestRam, RamBitmap, RawSlice, RegionIndex};
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, Ordering};
+use martlet_bitmap::{PageBitmap, WORD_BITS};
+use martlet_units::{PAGE_SIZE, PageCount};
+use rustix::fs::FallocateFlags;
+use std::sync::Arc;
+
+/// From this many pages on (2 MiB), memory that becomes zero is given back to the host as a hole.
+/// Below it, writing zeros is quicker than the call, and does not split a huge page.
+const PUNCH_PAGES_MIN: u64 = 512;
+
+/// Puts received pages into a waiting guest's memory. Shared by all channels of a migration.
+///
+/// The memory must be as it was made when the first page comes: all zero. So a zero page that
+/// comes before any content needs nothing done and stays a hole.
+///
+/// Runs come from the peer and are checked. A peer that sends one page over two channels at once
+/// spoils that page of its own guest and nothing else.
+#[derive(Debug)]
+pub struct Placer {
+    ram: Arc<GuestRam>,
+    /// Pages that may hold something else than zeros.
+    filled: RamBitmap,
+}
+
+impl Placer {
+    /// For memory that is all zero.
+    pub fn new(ram: Arc<GuestRam>) -> Placer {
+        let filled = RamBitmap::new(&ram);
+        Placer { ram, filled }
+    }
+
+    /// Where the content of a data run is to be written. Counts as written from now on.
+    pub fn data_target(
+        &self,
+        region: RegionIndex,
+        first_page: u64,
+        count: u32,
+    ) -> Result<RawSlice<'_>, BadRun> {
+        let target = self.ram.slice(region, first_page, count)?;
+        self.filled.region(region).set_range(first_page..first_page + u64::from(count));
+        Ok(target)
+    }
+
+    /// Makes a run of pages zero. Only pages that were given out as a data target since they were
+    /// last zero are touched; returns how many these were.
+    pub fn zero(
+        &self,
+        region: RegionIndex,
+        first_page: u64,
+        count: u32,
+    ) -> Result<PageCount, BadRun> {
+        self.ram.slice(region, first_page, count)?;
+        let filled = self.filled.region(region);
+        let mut cleared = 0;
+        for run in runs_within(filled, first_page..first_page + u64::from(count)) {
+            self.clear(region, run.clone());
+            cleared += run.end - run.start;
+            filled.clear_range(run);
+        }
+        Ok(PageCount(cleared))
+    }
+
+    /// Pages that may hold something else than zeros now.
+    pub fn filled(&self) -> PageCount {
+        PageCount(self.filled.count())
+    }
+
+    fn clear(&self, region: RegionIndex, run: Range<u64>) {
+        let memory = &self.ram.regions()[usize::from(region.0)];
+        let pages = run.end - run.start;
+        if pages >= PUNCH_PAGES_MIN {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let (start, bytes) = (run.start * PAGE_SIZE, pages * PAGE_SIZE);
+            if rustix::fs::fallocate(memory.fd(), flags, start, bytes).is_ok() {
+                return;
+            }
+        }
+        for page in run {
+            let words = memory.host_ptr(page).cast::<u64>();
+            for word in 0..PAGE_SIZE as usize / size_of::<u64>() {
+                // Relaxed atomics, because a hostile peer may make two channels clear one page;
+                // the vCPUs that read it later are ordered behind the channels by the start.
+                // SAFETY: within the page that `host_ptr` gave, which lives as long as
+                // `self.ram`, and aligned like it.
+                unsafe { AtomicU64::from_ptr(words.add(word)) }.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// The maximal runs of set bits within `range`.
+fn runs_within(bitmap: &PageBitmap, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut next = range.start;
+    core::iter::from_fn(move || {
+        let start = find(bitmap, next, range.end, true);
+        let end = find(bitmap, start, range.end, false);
+        next = end;
+        (start < range.end).then_some(start..end)
+    })
+}
+
+/// The first page in `from..end` whose bit equals `set`, else `end`.
+#[expect(clippy::cast_possible_truncation, reason = "a bitmap's words fit usize")]
+fn find(bitmap: &PageBitmap, from: u64, end: u64, set: bool) -> u64 {
+    let mut page = from;
+    while page < end {
+        let word = bitmap.word((page / WORD_BITS) as usize);
+        let rest = if set { word } else { !word } >> (page % WORD_BITS);
+        if rest != 0 {
+            return (page + u64::from(rest.trailing_zeros())).min(end);
+        }
+        page = (page / WORD_BITS + 1) * WORD_BITS;
+    }
+    end
+}
+
+#[cfg(test)]
+#[path = "place_tests.rs"]
+mod tests;
