@@ -1,2 +1,66 @@
-//! (to be written)
-fn main() {}
+//! The project's own checks: `cargo xtask check`.
+
+mod layers;
+mod tidy;
+
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy
+
+  check    everything below, in order
+  fmt      rustfmt, without changing a file
+  clippy   all targets, warnings are errors
+  layers   no crate depends on a zone above its own
+  tidy     house rules that no other tool knows";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match arguments.as_slice() {
+        ["check"] => fmt()
+            .and_then(|()| layers::check())
+            .and_then(|()| tidy::check(&root()))
+            .and_then(|()| clippy()),
+        ["fmt"] => fmt(),
+        ["clippy"] => clippy(),
+        ["layers"] => layers::check(),
+        ["tidy"] => tidy::check(&root()),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn fmt() -> Result<(), String> {
+    cargo(&["fmt", "--all", "--", "--check"])
+}
+
+fn clippy() -> Result<(), String> {
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+/// Runs cargo in the workspace's root.
+fn cargo(arguments: &[&str]) -> Result<(), String> {
+    let status = Command::new(env!("CARGO"))
+        .args(arguments)
+        .current_dir(root())
+        .status()
+        .map_err(|error| format!("cargo does not start: {error}"))?;
+    if status.success() { Ok(()) } else { Err(format!("cargo {} failed", arguments[0])) }
+}
+
+/// The workspace's root: this crate lies one folder below it.
+fn root() -> PathBuf {
+    let mut root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    root.pop();
+    root
+}

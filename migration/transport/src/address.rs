@@ -71,7 +71,8 @@ mod tests {
         for text in ["tcp:host:1", "tcp:10.0.0.1:65535", "tcp:[::1]:0", "unix:/run/m.sock"] {
             assert_eq!(text.parse::<Address>().map(|a| a.to_string()), Ok(text.to_owned()));
         }
-        for bad in ["", "tcp:", "tcp:host", "tcp::1", "tcp:host:65536", "tcp:::1:5", "unix:", "x:y"] {
+        for bad in ["", "tcp:", "tcp:host", "tcp::1", "tcp:host:65536", "tcp:::1:5", "unix:", "x:y"]
+        {
             assert!(bad.parse::<Address>().is_err(), "{bad}");
         }
         assert!(format!("unix:{}", "x".repeat(108)).parse::<Address>().is_err());

@@ -1,5 +1,26 @@
-//! Connections of a migration: addresses, control connection, data channels.
+//! Connections of a migration: addresses, greetings, the control connection, data channels.
+//!
+//! ```text
+//! connect / Listener::accept + read_hello + reply   every connection starts so
+//!    ControlLink                                    messages, both ways
+//!    PageSender ==> PageReceiver                    pages from guest memory to guest memory
+//! ```
+//!
+//! Sockets never block: a call that may wait takes or names its bound.
 
 mod address;
+mod control;
+mod data;
+mod greeting;
+mod listener;
+mod raw;
+mod stream;
+mod wake;
 
 pub use address::{Address, ParseAddressError};
+pub use control::{ControlLink, ReceiveError};
+pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError};
+pub use greeting::{GREETING_MAX, GreetingError, connect, read_hello, reply};
+pub use listener::Listener;
+pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
+pub use wake::Wake;

@@ -1,0 +1,177 @@
+//! The control connection: whole messages both ways.
+
+use crate::Stream;
+use martlet_wire::control::Control;
+use martlet_wire::frame::{self, DecodeError, FRAME_HEADER_BYTES, FrameHeader};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// Bytes asked of the socket at a time. Most messages are far smaller.
+const READ_BYTES: usize = 16 << 10;
+
+/// A receive buffer larger than this is given back once it is empty: states come seldom.
+const KEEP_BYTES: usize = 256 << 10;
+
+/// Why no message came.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReceiveError {
+    /// The peer closed the connection.
+    #[error("the peer closed the connection")]
+    Closed,
+    /// The connection broke.
+    #[error("the connection broke")]
+    Io(#[source] io::Error),
+    /// The peer sent something that is no message.
+    #[error("the peer broke the protocol")]
+    Protocol(#[from] DecodeError),
+}
+
+/// Sends and receives [`Control`] messages on one connection.
+#[derive(Debug)]
+pub struct ControlLink {
+    stream: Stream,
+    out: Vec<u8>,
+    input: Vec<u8>,
+    /// Bytes of `input` that were decoded already.
+    consumed: usize,
+    sent_bytes: u64,
+}
+
+impl ControlLink {
+    /// Takes a connection whose hello is done.
+    pub fn new(stream: Stream) -> ControlLink {
+        ControlLink { stream, out: Vec::new(), input: Vec::new(), consumed: 0, sent_bytes: 0 }
+    }
+
+    /// Puts a message behind those that wait for [`ControlLink::flush`].
+    ///
+    /// # Panics
+    /// If the message breaks a limit of the protocol: whoever made it has to keep them.
+    pub fn queue(&mut self, message: &Control) {
+        frame::encode(message, &mut self.out).expect("own messages keep the protocol's limits");
+    }
+
+    /// Sends what was queued, in one piece.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if self.out.is_empty() {
+            return Ok(());
+        }
+        let sent = self.stream.write_all(&self.out);
+        self.sent_bytes += self.out.len() as u64;
+        self.out.clear();
+        sent
+    }
+
+    /// The next message if it is there; never waits.
+    pub fn try_receive(&mut self) -> Result<Option<Control>, ReceiveError> {
+        loop {
+            if let Some(message) = self.decode_next()? {
+                return Ok(Some(message));
+            }
+            match self.fill() {
+                Ok(()) => {}
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(None),
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::UnexpectedEof => return Err(ReceiveError::Closed),
+                    _ => return Err(ReceiveError::Io(error)),
+                },
+            }
+        }
+    }
+
+    /// Bytes that were sent so far.
+    pub fn sent_bytes(&self) -> u64 {
+        self.sent_bytes
+    }
+
+    /// The connection, to wait on or to break.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn fill(&mut self) -> io::Result<()> {
+        self.input.drain(..self.consumed);
+        self.consumed = 0;
+        if self.input.is_empty() && self.input.capacity() > KEEP_BYTES {
+            self.input = Vec::new();
+        }
+        // Grows with what really came, never with what a header only claims.
+        let filled = self.input.len();
+        self.input.resize(filled + READ_BYTES, 0);
+        let got = self.stream.read_now(&mut self.input[filled..]);
+        self.input.truncate(filled + *got.as_ref().unwrap_or(&0));
+        got.map(drop)
+    }
+
+    fn decode_next(&mut self) -> Result<Option<Control>, DecodeError> {
+        let pending = &self.input[self.consumed..];
+        let Some((header, rest)) = pending.split_first_chunk::<FRAME_HEADER_BYTES>() else {
+            return Ok(None);
+        };
+        let header = FrameHeader::parse(header)?;
+        let Some(body) = rest.get(..header.body_bytes()) else {
+            return Ok(None);
+        };
+        let message = Control::decode(header.kind(), body)?;
+        self.consumed += FRAME_HEADER_BYTES + header.body_bytes();
+        Ok(Some(message))
+    }
+}
+
+impl AsFd for ControlLink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_wire::control::{Ping, State};
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    fn pair() -> (ControlLink, ControlLink) {
+        let (one, two) = UnixStream::pair().unwrap();
+        let link = |stream| ControlLink::new(Stream::from_unix(stream).unwrap());
+        (link(one), link(two))
+    }
+
+    fn receive(link: &mut ControlLink) -> Result<Control, ReceiveError> {
+        loop {
+            if let Some(message) = link.try_receive()? {
+                return Ok(message);
+            }
+            assert!(link.stream().wait_readable(Duration::from_secs(20)).unwrap());
+        }
+    }
+
+    #[test]
+    fn messages_arrive_whole_and_in_order() {
+        let (mut one, mut two) = pair();
+        let big = Control::FinalState(State { bytes: vec![7; 3 << 20] });
+        let reader = std::thread::spawn(move || {
+            let messages: Vec<Control> = (0..3).map(|_| receive(&mut two).unwrap()).collect();
+            let end = receive(&mut two);
+            (messages, end.unwrap_err())
+        });
+        one.queue(&Control::Ping(Ping { sent_ns: 1 }));
+        one.queue(&big);
+        one.flush().unwrap();
+        one.queue(&Control::ChannelsReady);
+        one.flush().unwrap();
+        drop(one);
+        let (messages, end) = reader.join().unwrap();
+        assert_eq!(messages, [Control::Ping(Ping { sent_ns: 1 }), big, Control::ChannelsReady]);
+        assert!(matches!(end, ReceiveError::Closed));
+    }
+
+    #[test]
+    fn garbage_is_the_peers_fault() {
+        let (one, mut two) = pair();
+        one.stream().write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        assert!(matches!(receive(&mut two), Err(ReceiveError::Protocol(_))));
+    }
+}

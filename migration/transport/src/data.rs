@@ -1,0 +1,241 @@
+//! A data channel: pages straight from guest memory into guest memory, and barriers.
+
+use crate::Stream;
+use crate::raw::{self, Parts};
+use martlet_ram::{BadRun, PageBatch, Placer, RegionIndex, RunKind};
+use martlet_units::ByteCount;
+use martlet_wire::pages::{
+    self, PAGES_HEADER_BYTES, PagesError, PagesFrame, PagesHeader, RUNS_BYTES_MAX, RUNS_MAX,
+    RunEntry,
+};
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use zerocopy::IntoBytes;
+
+/// The sending end of a channel. Allocates nothing after it was made.
+#[derive(Debug)]
+pub struct PageSender {
+    stream: Stream,
+    entries: Vec<RunEntry>,
+    parts: Parts,
+}
+
+impl PageSender {
+    /// Takes a connection whose hello is done.
+    pub fn new(stream: Stream) -> PageSender {
+        let parts = Parts::with_capacity(RUNS_MAX + 2);
+        PageSender { stream, entries: Vec::with_capacity(RUNS_MAX), parts }
+    }
+
+    /// Sends a batch that is not empty, as one frame, straight from guest memory. A page that
+    /// the guest changes meanwhile may arrive torn: it is dirty then, and comes again.
+    pub fn send(&mut self, round: u32, batch: &PageBatch<'_>) -> io::Result<ByteCount> {
+        self.entries.clear();
+        self.entries.extend(batch.runs().iter().map(|run| match run.kind {
+            RunKind::Data => RunEntry::data(run.region.0, run.first_page, run.count),
+            RunKind::Zero => RunEntry::zero(run.region.0, run.first_page, run.count),
+        }));
+        let header = PagesHeader::pages(round, &self.entries);
+        self.parts.clear();
+        self.parts.push_bytes(header.as_bytes());
+        self.parts.push_bytes(self.entries.as_bytes());
+        for slice in batch.slices() {
+            self.parts.push(slice);
+        }
+        self.send_parts()
+    }
+
+    /// Ends a round: whatever was sent before it is in place when the peer reads it.
+    pub fn barrier(&mut self, round: u32) -> io::Result<ByteCount> {
+        let header = PagesHeader::barrier(round);
+        self.parts.clear();
+        self.parts.push_bytes(header.as_bytes());
+        self.send_parts()
+    }
+
+    fn send_parts(&mut self) -> io::Result<ByteCount> {
+        let mut bytes = 0;
+        while !self.parts.is_done() {
+            match raw::send(self.stream.as_fd(), &mut self.parts) {
+                Ok(sent) => bytes += sent as u64,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.stream.wait_writable()?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(ByteCount(bytes))
+    }
+}
+
+/// Why a channel can't go on. All but `Closed` and `Io` are the peer's fault.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PagesReceiveError {
+    /// The peer closed the connection.
+    #[error("the peer closed the connection")]
+    Closed,
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Io(io::Error),
+    /// Bytes that are no frame.
+    #[error("the peer broke the protocol: {0}")]
+    Protocol(#[from] PagesError),
+    /// A run outside guest memory.
+    #[error("the peer broke the protocol: {0}")]
+    Run(#[from] BadRun),
+}
+
+/// What [`PageReceiver::advance`] met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// Nothing is there now.
+    Nothing,
+    /// Some bytes were read, perhaps a whole frame.
+    Bytes(ByteCount),
+    /// All pages of the round on this channel are in place.
+    Barrier {
+        /// Which round.
+        round: u32,
+    },
+}
+
+/// Where in a frame the receiver is.
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    Header,
+    Entries(PagesFrame),
+    Payload,
+    /// The channel ended or broke; it is not to be read again.
+    Finished,
+}
+
+/// The receiving end of a channel: a frame may come in any number of pieces. Allocates nothing
+/// after it was made.
+#[derive(Debug)]
+pub struct PageReceiver {
+    stream: Stream,
+    stage: Stage,
+    header: [u8; PAGES_HEADER_BYTES],
+    entries: Box<[u8]>,
+    /// Owns the memory that `payload` points into.
+    placer: Arc<Placer>,
+    /// Bytes of the header or of the entries that are there.
+    filled: usize,
+    payload: Parts,
+}
+
+impl PageReceiver {
+    /// Takes a connection whose hello is done. Pages go where `placer` says.
+    pub fn new(stream: Stream, placer: Arc<Placer>) -> PageReceiver {
+        PageReceiver {
+            stream,
+            placer,
+            stage: Stage::Header,
+            header: [0; PAGES_HEADER_BYTES],
+            entries: vec![0; RUNS_BYTES_MAX].into_boxed_slice(),
+            filled: 0,
+            payload: Parts::with_capacity(RUNS_MAX),
+        }
+    }
+
+    /// Reads on, without waiting. Pages go straight into guest memory.
+    pub fn advance(&mut self) -> Result<Arrival, PagesReceiveError> {
+        match self.try_advance() {
+            Err(PagesReceiveError::Io(error)) => match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(Arrival::Nothing),
+                io::ErrorKind::UnexpectedEof => Err(PagesReceiveError::Closed),
+                _ => Err(PagesReceiveError::Io(error)),
+            },
+            other => other,
+        }
+    }
+
+    /// Marks the channel as not to be read again.
+    pub fn finish(&mut self) {
+        self.stage = Stage::Finished;
+    }
+
+    /// Whether [`PageReceiver::finish`] was called.
+    pub fn is_finished(&self) -> bool {
+        matches!(self.stage, Stage::Finished)
+    }
+
+    fn try_advance(&mut self) -> Result<Arrival, PagesReceiveError> {
+        match self.stage {
+            Stage::Header => {
+                let got = read_piece(&self.stream, &mut self.header, &mut self.filled)?;
+                if self.filled == PAGES_HEADER_BYTES {
+                    return self.on_header(got);
+                }
+                Ok(Arrival::Bytes(got))
+            }
+            Stage::Entries(frame) => {
+                let entries = &mut self.entries[..frame.entry_bytes()];
+                let got = read_piece(&self.stream, entries, &mut self.filled)?;
+                if self.filled == frame.entry_bytes() {
+                    self.on_entries(frame)?;
+                }
+                Ok(Arrival::Bytes(got))
+            }
+            Stage::Payload => {
+                let got = raw::receive(self.stream.as_fd(), &mut self.payload)
+                    .map_err(PagesReceiveError::Io)?;
+                if self.payload.is_done() {
+                    self.stage = Stage::Header;
+                }
+                Ok(Arrival::Bytes(ByteCount(got as u64)))
+            }
+            Stage::Finished => Err(PagesReceiveError::Closed),
+        }
+    }
+
+    fn on_header(&mut self, got: ByteCount) -> Result<Arrival, PagesReceiveError> {
+        self.filled = 0;
+        match PagesFrame::parse(&self.header)? {
+            PagesFrame::Barrier { round } => Ok(Arrival::Barrier { round }),
+            frame @ PagesFrame::Pages { .. } => {
+                self.stage = Stage::Entries(frame);
+                Ok(Arrival::Bytes(got))
+            }
+        }
+    }
+
+    /// Clears the frame's zero pages and aims its payload at its data pages.
+    fn on_entries(&mut self, frame: PagesFrame) -> Result<(), PagesReceiveError> {
+        self.filled = 0;
+        self.payload.clear();
+        let entries = &self.entries[..frame.entry_bytes()];
+        let placer = &self.placer;
+        let pages_of = |region| Some(placer.ram().region(RegionIndex(region))?.pages());
+        for run in frame.parse_runs(entries, pages_of)?.iter() {
+            let region = RegionIndex(run.region);
+            match run.kind {
+                pages::RunKind::Data => {
+                    self.payload.push(&placer.data_target(region, run.first_page, run.count)?);
+                }
+                pages::RunKind::Zero => {
+                    placer.zero(region, run.first_page, run.count)?;
+                }
+            }
+        }
+        self.stage = if self.payload.is_done() { Stage::Header } else { Stage::Payload };
+        Ok(())
+    }
+}
+
+fn read_piece(
+    stream: &Stream,
+    buffer: &mut [u8],
+    filled: &mut usize,
+) -> Result<ByteCount, PagesReceiveError> {
+    let got = stream.read_now(&mut buffer[*filled..]).map_err(PagesReceiveError::Io)?;
+    *filled += got;
+    Ok(ByteCount(got as u64))
+}
+
+#[cfg(test)]
+#[path = "data_tests.rs"]
+mod tests;

@@ -1,0 +1,119 @@
+//! Pages over a socket pair, in whole and in pieces, and what strangers send.
+
+use super::*;
+use martlet_ram::{Chunk, ChunkBits, GuestRam, ZeroCheck};
+use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+fn ram() -> Arc<GuestRam> {
+    let range = PageRange::try_new(Gfn(0), PageCount(2048)).unwrap();
+    Arc::new(GuestRam::create(&[range]).unwrap())
+}
+
+fn fill(ram: &GuestRam, page: u64, byte: u8) {
+    let region = &ram.regions()[0];
+    let file = rustix::io::pwrite(region.fd(), &[byte; 4096], page * PAGE_SIZE);
+    assert_eq!(file, Ok(4096));
+}
+
+fn chunk(pages: &[u32]) -> Chunk {
+    let mut bits = ChunkBits::EMPTY;
+    pages.iter().for_each(|page| bits.set(*page));
+    Chunk { region: RegionIndex(0), first_page: 0, bits }
+}
+
+fn pair() -> (Stream, Stream) {
+    let (one, two) = UnixStream::pair().unwrap();
+    (Stream::from_unix(one).unwrap(), Stream::from_unix(two).unwrap())
+}
+
+/// Reads until the barrier, and returns its round.
+fn receive_round(receiver: &mut PageReceiver) -> Result<u32, PagesReceiveError> {
+    loop {
+        match receiver.advance()? {
+            Arrival::Barrier { round } => return Ok(round),
+            Arrival::Bytes(_) => {}
+            Arrival::Nothing => {
+                assert!(receiver.stream.wait_readable(Duration::from_secs(20)).unwrap());
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_arrive_where_they_were() {
+    let (source, destination) = (ram(), ram());
+    [0, 1, 2, 100, 511].iter().for_each(|page| fill(&source, *page, 7));
+    let (here, there) = pair();
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination))));
+    let mut sender = PageSender::new(here);
+    let mut batch = PageBatch::new(&source);
+    let mut send = |sender: &mut PageSender, pages: &[u32], round| {
+        assert_eq!(
+            batch.push_chunk(&mut chunk(pages), &ZeroCheck::detect()),
+            martlet_ram::Pushed::All
+        );
+        sender.send(round, &batch).unwrap();
+        sender.barrier(round).unwrap();
+        batch.clear();
+    };
+    send(&mut sender, &[0, 1, 2, 3, 100, 511], 0);
+    assert_eq!(receive_round(&mut receiver).unwrap(), 0);
+    assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
+    // A page that was sent with content becomes zero again.
+    fill(&source, 1, 0);
+    send(&mut sender, &[1], 1);
+    assert_eq!(receive_round(&mut receiver).unwrap(), 1);
+    assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
+}
+
+#[test]
+fn a_frame_may_come_byte_by_byte() {
+    let destination = ram();
+    let (here, there) = pair();
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination))));
+    let entries = [RunEntry::zero(0, 5, 2), RunEntry::data(0, 9, 1)];
+    let mut bytes = PagesHeader::pages(3, &entries).as_bytes().to_vec();
+    bytes.extend_from_slice(entries.as_bytes());
+    bytes.extend_from_slice(&[0xa5; 4096]);
+    bytes.extend_from_slice(PagesHeader::barrier(3).as_bytes());
+    let mut rounds = 0;
+    for byte in bytes {
+        here.write_all(&[byte]).unwrap();
+        while let Arrival::Bytes(_) | Arrival::Barrier { .. } = {
+            let arrival = receiver.advance().unwrap();
+            rounds += u32::from(matches!(arrival, Arrival::Barrier { round: 3 }));
+            arrival
+        } {}
+    }
+    assert_eq!(rounds, 1);
+    let mut page = [0; 4096];
+    rustix::io::pread(destination.regions()[0].fd(), &mut page[..], 9 * PAGE_SIZE).unwrap();
+    assert_eq!(page, [0xa5; 4096]);
+}
+
+#[test]
+fn nothing_outside_guest_memory_is_written() {
+    for entries in
+        [[RunEntry::data(0, 2047, 2)], [RunEntry::data(1, 0, 2)], [RunEntry::data(0, u64::MAX, 2)]]
+    {
+        let (here, there) = pair();
+        let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+        here.write_all(PagesHeader::pages(0, &entries).as_bytes()).unwrap();
+        here.write_all(entries.as_bytes()).unwrap();
+        assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Protocol(_))));
+    }
+}
+
+#[test]
+fn strangers_and_hangers_up_are_told_apart() {
+    let (here, there) = pair();
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+    here.write_all(&[b'x'; PAGES_HEADER_BYTES]).unwrap();
+    assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Protocol(_))));
+    let (here, there) = pair();
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+    drop(here);
+    assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Closed)));
+}
