@@ -1,4 +1,10 @@
 //! The right to run a guest.
+//!
+//! The right's whole life is in this file: made at a guest's boot, given away with a commit, made
+//! anew at the destination from that same commit, and revived at the source only by a proof that
+//! the destination made nothing of it.
+
+use martlet_wire::control::{Abandon, Answer, Commit, Fate, InstanceId};
 
 /// The right to run one guest. There is one for each guest that was ever booted; whoever starts
 /// a vCPU must hold it. It can't be copied or made outside this crate, except at the boot of a
@@ -17,5 +23,88 @@ impl RunPermit {
     /// nothing, never for one that arrives by migration.
     pub fn for_new_guest() -> RunPermit {
         RunPermit { _private: () }
+    }
+
+    /// The source's half of the commit: from here on the right is inert.
+    pub(crate) fn give_away(self) -> CommittedPermit {
+        CommittedPermit { permit: self }
+    }
+}
+
+/// A permit that was sent away. It runs nothing; only a proof of its refusal revives it.
+#[derive(Debug)]
+pub(crate) struct CommittedPermit {
+    permit: RunPermit,
+}
+
+impl CommittedPermit {
+    /// The right again, after the destination proved that it never used it and never will.
+    #[expect(clippy::needless_pass_by_value, reason = "a proof is used up")]
+    pub(crate) fn revive(self, _proof: Refusal) -> RunPermit {
+        self.permit
+    }
+}
+
+/// A proof that the destination never ran the guest of this attempt and never will.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    _private: (),
+}
+
+impl Refusal {
+    /// The destination's own word on the attempt's control connection. It sends neither message
+    /// after it has started a guest, and starts none after it has sent one.
+    pub(crate) fn from_message(_message: &Abandon) -> Refusal {
+        Refusal { _private: () }
+    }
+
+    /// The answer to a query, if it proves a refusal: it has to come from the very process that
+    /// the commit was sent to, and be a promise.
+    pub(crate) fn from_answer(answer: &Answer, asked: InstanceId) -> Option<Refusal> {
+        let proves = match answer.fate {
+            Fate::Abandoned => answer.instance == asked,
+            Fate::Unknown | Fate::Committed | Fate::Pending => false,
+        };
+        proves.then_some(Refusal { _private: () })
+    }
+}
+
+/// A commit that the destination has accepted but not yet acted on. Not a right yet: if something
+/// is missing it is dropped and the commit refused.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    commit: Commit,
+}
+
+impl Arrival {
+    /// The destination's half of the commit.
+    pub(crate) fn of(commit: Commit) -> Arrival {
+        Arrival { commit }
+    }
+
+    /// Whether the guest is to run, or to stay paused.
+    pub(crate) fn running(&self) -> bool {
+        self.commit.running
+    }
+
+    /// Makes the right. From here on the commit can't be refused.
+    pub(crate) fn into_permit(self) -> RunPermit {
+        RunPermit { _private: () }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_promise_of_the_same_process_is_a_proof() {
+        let (same, other) = (InstanceId([1; 16]), InstanceId([2; 16]));
+        let proof = |instance, fate| Refusal::from_answer(&Answer { instance, fate }, same);
+        assert!(proof(same, Fate::Abandoned).is_some());
+        assert!(proof(other, Fate::Abandoned).is_none());
+        for fate in [Fate::Unknown, Fate::Committed, Fate::Pending] {
+            assert!(proof(same, fate).is_none() && proof(other, fate).is_none());
+        }
     }
 }

@@ -1,0 +1,235 @@
+//! The destination's table: what each kind of event does in each phase. The machine asserts it at
+//! every step, and a snapshot test prints it.
+
+use super::types::{DestinationEvent, DestinationPhase};
+use crate::reaction::Reaction::{self, Act, Ignore, Misuse, PeerFault};
+use DestinationPhase::{
+    Abandoned, Accepting, Armed, Arrived, Building, Committing, Receiving, Running, Starting,
+    Waiting,
+};
+use martlet_wire::control::Control;
+
+/// Kinds of events. `Got...` are messages of the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    GotSetup,
+    GotRehearse,
+    GotSwitchoverSoon,
+    GotFinalState,
+    GotAskDigest,
+    GotCommit,
+    GotAbandon,
+    GotPing,
+    GotDestinationMessage,
+    Built,
+    BuildFailed,
+    ChannelsConnected,
+    RoundReceived,
+    StateLoaded,
+    LoadFailed,
+    OwnDigest,
+    Started,
+    Alive,
+    Cancel,
+    ChannelLost,
+    ControlLost,
+    Silence,
+    Deadline,
+}
+
+impl Kind {
+    pub(crate) fn of(event: &DestinationEvent) -> Kind {
+        match event {
+            DestinationEvent::Received(message) => Kind::of_message(message),
+            DestinationEvent::ControlLost { .. } => Kind::ControlLost,
+            DestinationEvent::Built => Kind::Built,
+            DestinationEvent::BuildFailed { .. } => Kind::BuildFailed,
+            DestinationEvent::ChannelsConnected => Kind::ChannelsConnected,
+            DestinationEvent::ChannelLost { .. } => Kind::ChannelLost,
+            DestinationEvent::RoundReceived { .. } => Kind::RoundReceived,
+            DestinationEvent::StateLoaded { .. } => Kind::StateLoaded,
+            DestinationEvent::LoadFailed { .. } => Kind::LoadFailed,
+            DestinationEvent::OwnDigest(_) => Kind::OwnDigest,
+            DestinationEvent::Started { .. } => Kind::Started,
+            DestinationEvent::Alive(_) => Kind::Alive,
+            DestinationEvent::Cancel { .. } => Kind::Cancel,
+        }
+    }
+
+    fn of_message(message: &Control) -> Kind {
+        match message {
+            Control::Setup(_) => Kind::GotSetup,
+            Control::Rehearse(_) => Kind::GotRehearse,
+            Control::SwitchoverSoon(_) => Kind::GotSwitchoverSoon,
+            Control::FinalState(_) => Kind::GotFinalState,
+            Control::AskDigest => Kind::GotAskDigest,
+            Control::Commit(_) => Kind::GotCommit,
+            Control::Abandon(_) => Kind::GotAbandon,
+            Control::Ping(_) => Kind::GotPing,
+            Control::SetupDone(_)
+            | Control::ChannelsReady
+            | Control::RoundReceived(_)
+            | Control::Rehearsed(_)
+            | Control::Digest(_)
+            | Control::Committed(_)
+            | Control::CommitRefused(_)
+            | Control::Alive(_)
+            | Control::Pong(_)
+            | Control::Query(_)
+            | Control::Answer(_) => Kind::GotDestinationMessage,
+        }
+    }
+
+    /// For a sentence.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Kind::GotSetup => "Setup",
+            Kind::GotRehearse => "Rehearse",
+            Kind::GotSwitchoverSoon => "SwitchoverSoon",
+            Kind::GotFinalState => "FinalState",
+            Kind::GotAskDigest => "AskDigest",
+            Kind::GotCommit => "Commit",
+            Kind::GotAbandon => "Abandon",
+            Kind::GotPing => "Ping",
+            Kind::GotDestinationMessage => "a message that no source sends here",
+            Kind::Built => "a built machine",
+            Kind::BuildFailed => "a failed build",
+            Kind::ChannelsConnected => "connected channels",
+            Kind::RoundReceived => "a round",
+            Kind::StateLoaded => "a loaded state",
+            Kind::LoadFailed => "a failed load",
+            Kind::OwnDigest => "a digest",
+            Kind::Started => "a started guest",
+            Kind::Alive => "a sign of life",
+            Kind::Cancel => "a cancel",
+            Kind::ChannelLost => "a lost channel",
+            Kind::ControlLost => "a lost control connection",
+            Kind::Silence => "silence",
+            Kind::Deadline => "a deadline",
+        }
+    }
+}
+
+/// Where a failure leads.
+pub(crate) fn fallback(phase: DestinationPhase) -> DestinationPhase {
+    match phase {
+        Waiting | Building | Accepting | Receiving | Armed | Committing => Abandoned,
+        // The guest is here; nothing takes it away.
+        Starting | Running | Arrived | Abandoned => phase,
+    }
+}
+
+pub(crate) fn reaction(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
+    match kind {
+        Kind::GotSetup
+        | Kind::GotRehearse
+        | Kind::GotSwitchoverSoon
+        | Kind::GotFinalState
+        | Kind::GotAskDigest
+        | Kind::GotCommit
+        | Kind::GotAbandon
+        | Kind::GotPing
+        | Kind::GotDestinationMessage => on_message(phase, kind),
+        Kind::Built
+        | Kind::BuildFailed
+        | Kind::ChannelsConnected
+        | Kind::RoundReceived
+        | Kind::StateLoaded
+        | Kind::LoadFailed
+        | Kind::OwnDigest
+        | Kind::Started
+        | Kind::Alive => on_report(phase, kind),
+        Kind::Cancel | Kind::ChannelLost | Kind::ControlLost | Kind::Silence | Kind::Deadline => {
+            on_end(phase, kind)
+        }
+    }
+}
+
+fn on_message(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
+    match (phase, kind) {
+        // Answered before the table is asked.
+        (_, Kind::GotPing) => Ignore,
+        (Waiting, Kind::GotSetup) => Act(&[Building]),
+        (Receiving, Kind::GotRehearse) => Act(&[Receiving]),
+        (Receiving, Kind::GotSwitchoverSoon) => Act(&[Armed]),
+        (Armed, Kind::GotFinalState | Kind::GotAskDigest) => Act(&[Armed]),
+        (Armed, Kind::GotCommit) => Act(&[Committing, Starting]),
+        (Waiting | Building | Accepting | Receiving | Armed, Kind::GotAbandon) => Act(&[Abandoned]),
+        // A source that abandons after its commit contradicts itself; it gets a refusal.
+        (Waiting | Building | Accepting | Receiving | Armed | Committing, _) => PeerFault,
+        // The guest is here, whatever the source says now; or it never will be.
+        (Starting | Running | Arrived | Abandoned, _) => Ignore,
+    }
+}
+
+fn on_report(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
+    match (phase, kind) {
+        (Building, Kind::Built) => Act(&[Accepting]),
+        (Building, Kind::BuildFailed) => Act(&[Abandoned]),
+        (Accepting, Kind::ChannelsConnected) => Act(&[Receiving]),
+        (Receiving, Kind::RoundReceived | Kind::StateLoaded) => Act(&[Receiving]),
+        (Receiving | Armed | Committing, Kind::LoadFailed) => Act(&[Abandoned]),
+        (Armed, Kind::RoundReceived | Kind::StateLoaded | Kind::OwnDigest) => Act(&[Armed]),
+        (Committing, Kind::RoundReceived | Kind::StateLoaded) => Act(&[Committing, Starting]),
+        (Starting, Kind::Started) => Act(&[Running, Arrived]),
+        (Running, Kind::Alive) => Act(&[Arrived]),
+        // Whoever built it while the attempt was given up has to drop it.
+        (Abandoned, Kind::Built) => Act(&[Abandoned]),
+        // A round behind the last one, or a second sign of life.
+        (Starting | Running | Arrived, Kind::RoundReceived | Kind::Alive) => Ignore,
+        (Abandoned, _) => Ignore,
+        // The data channels may run ahead of the control connection, but not of the channels' own
+        // acceptance; and pages without end are the peer's doing.
+        (_, Kind::RoundReceived) => PeerFault,
+        (_, _) => Misuse,
+    }
+}
+
+fn on_end(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
+    match (phase, kind) {
+        (Waiting | Building | Accepting, _) => Act(&[Abandoned]),
+        // Whether it is a failure depends on what the channel had already brought.
+        (Receiving, Kind::ChannelLost) => Act(&[Receiving, Abandoned]),
+        (Armed, Kind::ChannelLost) => Act(&[Armed, Abandoned]),
+        (Receiving | Armed, _) => Act(&[Abandoned]),
+        (Committing, Kind::ChannelLost) => Act(&[Committing, Abandoned]),
+        (Committing, Kind::Deadline) => Act(&[Abandoned]),
+        // The source has let go of the guest: it is to run here if it can.
+        (Committing, _) => Ignore,
+        (Running, Kind::ControlLost | Kind::Deadline) => Act(&[Arrived]),
+        (Running, _) | (Starting | Arrived | Abandoned, _) => Ignore,
+    }
+}
+
+#[cfg(test)]
+pub(crate) const PHASES: [DestinationPhase; 10] = [
+    Waiting, Building, Accepting, Receiving, Armed, Committing, Starting, Running, Arrived,
+    Abandoned,
+];
+
+#[cfg(test)]
+pub(crate) const KINDS: [Kind; 23] = [
+    Kind::GotSetup,
+    Kind::GotRehearse,
+    Kind::GotSwitchoverSoon,
+    Kind::GotFinalState,
+    Kind::GotAskDigest,
+    Kind::GotCommit,
+    Kind::GotAbandon,
+    Kind::GotPing,
+    Kind::GotDestinationMessage,
+    Kind::Built,
+    Kind::BuildFailed,
+    Kind::ChannelsConnected,
+    Kind::RoundReceived,
+    Kind::StateLoaded,
+    Kind::LoadFailed,
+    Kind::OwnDigest,
+    Kind::Started,
+    Kind::Alive,
+    Kind::Cancel,
+    Kind::ChannelLost,
+    Kind::ControlLost,
+    Kind::Silence,
+    Kind::Deadline,
+];

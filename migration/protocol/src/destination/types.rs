@@ -1,0 +1,184 @@
+//! What goes into the destination's machine and what comes out of it.
+
+use crate::Failure;
+use crate::permit::RunPermit;
+use martlet_units::Instant;
+use martlet_wire::control::{Alive, Control, Setup};
+
+/// What a destination tells its peers about itself.
+#[derive(Clone, Copy, Debug)]
+pub struct DestinationConfig {
+    /// What this attempt's data channels must show; random and new.
+    pub token: [u8; 16],
+    /// This host's boot id.
+    pub boot_id: [u8; 16],
+}
+
+/// What happened at the destination.
+#[derive(Clone, Debug)]
+pub enum DestinationEvent {
+    /// A message came on the control connection.
+    Received(Control),
+    /// The control connection is gone; nothing will come on it any more.
+    ControlLost {
+        /// How.
+        reason: String,
+    },
+    /// [`DestinationAction::Build`] is done.
+    Built,
+    /// [`DestinationAction::Build`] can't be done.
+    BuildFailed {
+        /// Why.
+        reason: String,
+    },
+    /// [`DestinationAction::AcceptChannels`] is done: all are there.
+    ChannelsConnected,
+    /// A data channel is gone, in order or not. Report it only after the `RoundReceived` that its
+    /// barriers complete.
+    ChannelLost {
+        /// The last round whose barrier came on it.
+        last_barrier: Option<u32>,
+        /// How.
+        reason: String,
+    },
+    /// The barrier of a round came on every channel, and all pages before it are in memory.
+    RoundReceived {
+        /// As the barriers said.
+        round: u32,
+    },
+    /// [`DestinationAction::LoadState`] is done.
+    StateLoaded {
+        /// Loading the state into the waiting vCPUs.
+        load_ns: u64,
+        /// Entering a vCPU and leaving it at once.
+        start_ns: u64,
+    },
+    /// [`DestinationAction::LoadState`] can't be done.
+    LoadFailed {
+        /// Why.
+        reason: String,
+    },
+    /// [`DestinationAction::ComputeDigest`] is done.
+    OwnDigest([u8; 32]),
+    /// [`DestinationAction::Start`] is done.
+    Started {
+        /// When the vCPUs were told to run.
+        at: Instant,
+    },
+    /// The guest gave its first sign of life, or none is to be expected soon. Report it within
+    /// [`ALIVE_MAX`](crate::limits::ALIVE_MAX) of the start.
+    Alive(Alive),
+    /// The owner takes no guest any more. Too late after the commit.
+    Cancel {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// What the destination is to do.
+#[derive(Debug)]
+pub enum DestinationAction {
+    /// Send a message on the control connection.
+    Send(Control),
+    /// Build the machine that the source describes.
+    Build(Setup),
+    /// Let this many data channels in, numbered from 0, each showing the token.
+    AcceptChannels {
+        /// How many.
+        count: u16,
+        /// What they must show.
+        token: [u8; 16],
+    },
+    /// Load a state into the waiting vCPUs and devices.
+    LoadState {
+        /// From the peer: anything may be in it.
+        bytes: Vec<u8>,
+        /// Whether another state will follow.
+        rehearsal: bool,
+    },
+    /// The blackout is near: stay awake.
+    Arm,
+    /// Digest the guest's memory.
+    ComputeDigest,
+    /// Run the guest, or leave it paused.
+    Start {
+        /// The right to run the guest, made from the commit.
+        permit: RunPermit,
+        /// Whether it is to run.
+        running: bool,
+    },
+    /// Drop the machine; it never ran. Follows every `Build` that isn't followed by `Start`.
+    Discard,
+    /// It is over: end all work for the attempt and close its connections. Comes once.
+    Finish(DestinationOutcome),
+}
+
+/// How an attempt ended at the destination.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DestinationOutcome {
+    /// The guest is here.
+    Arrived,
+    /// It is not, and this attempt will never bring it here.
+    Abandoned {
+        /// Why.
+        reason: Failure,
+    },
+}
+
+/// Where an attempt stands at the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationPhase {
+    /// Connected; no `Setup` yet.
+    Waiting,
+    /// The machine is being built.
+    Building,
+    /// Data channels are being let in.
+    Accepting,
+    /// Rounds come in.
+    Receiving,
+    /// The guest is being stopped at the source; its last pages and its state come in.
+    Armed,
+    /// The commit is here, something else is not yet.
+    Committing,
+    /// The guest is being started.
+    Starting,
+    /// The guest runs, or is paused, and the source knows.
+    Running,
+    /// The guest is here.
+    Arrived,
+    /// The guest never ran here and never will.
+    Abandoned,
+}
+
+impl DestinationPhase {
+    /// What is being done, for a sentence.
+    pub fn label(self) -> &'static str {
+        match self {
+            DestinationPhase::Waiting => "waiting for the setup",
+            DestinationPhase::Building => "building the machine",
+            DestinationPhase::Accepting => "waiting for data channels",
+            DestinationPhase::Receiving => "receiving memory",
+            DestinationPhase::Armed => "receiving the last pages and the state",
+            DestinationPhase::Committing => "completing the commit",
+            DestinationPhase::Starting => "starting the guest",
+            DestinationPhase::Running => "waiting for the guest's first sign of life",
+            DestinationPhase::Arrived => "arrived",
+            DestinationPhase::Abandoned => "abandoned",
+        }
+    }
+
+    /// Whether nothing more will happen.
+    pub fn is_over(self) -> bool {
+        match self {
+            DestinationPhase::Arrived | DestinationPhase::Abandoned => true,
+            DestinationPhase::Waiting
+            | DestinationPhase::Building
+            | DestinationPhase::Accepting
+            | DestinationPhase::Receiving
+            | DestinationPhase::Armed
+            | DestinationPhase::Committing
+            | DestinationPhase::Starting
+            | DestinationPhase::Running => false,
+        }
+    }
+}

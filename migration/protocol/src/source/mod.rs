@@ -1,0 +1,226 @@
+//! The side that gives the guest away.
+
+mod state;
+mod table;
+mod types;
+
+pub use types::{Decision, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
+
+use crate::clock::{ClockEstimate, Pinger};
+use crate::failure::Failure;
+use crate::limits;
+use crate::reaction::Reaction;
+use core::mem;
+use core::time::Duration;
+use martlet_units::Instant;
+use martlet_wire::control::{Control, Rehearsed, SetupDone};
+use state::State;
+use std::collections::VecDeque;
+use table::Kind;
+
+/// One attempt to give a guest away. See the crate's documentation for how to drive it.
+#[derive(Debug)]
+pub struct Source {
+    config: SourceConfig,
+    state: State,
+    actions: VecDeque<SourceAction>,
+    pinger: Pinger,
+    /// When the phase, or the part of it that waits for the peer, has taken too long.
+    deadline: Option<(Instant, Duration)>,
+    control_open: bool,
+    peer: Option<SetupDone>,
+    rehearsed: Option<Rehearsed>,
+}
+
+/// What makes the machine move.
+#[derive(Debug)]
+enum Input {
+    Event(SourceEvent),
+    Silence,
+    Deadline { limit: Duration },
+}
+
+impl Source {
+    /// Starts an attempt on a control connection that was just accepted.
+    pub fn new(now: Instant, config: SourceConfig) -> Source {
+        let setup = Control::Setup(config.setup.clone());
+        let mut source = Source {
+            config,
+            state: State::SettingUp,
+            actions: VecDeque::from([SourceAction::Send(setup)]),
+            pinger: Pinger::new(now),
+            deadline: None,
+            control_open: true,
+            peer: None,
+            rehearsed: None,
+        };
+        source.deadline = source.phase_deadline(now, SourcePhase::SettingUp);
+        source.ping(now);
+        source
+    }
+
+    /// Tells what happened.
+    pub fn on_event(&mut self, now: Instant, event: SourceEvent) {
+        let kind = Kind::of(&event);
+        match &event {
+            SourceEvent::Received(message) => {
+                self.pinger.silence().heard(now);
+                if let Control::Pong(pong) = message {
+                    self.pinger.on_pong(now, *pong);
+                }
+            }
+            SourceEvent::ControlLost { .. } => self.control_open = false,
+            _ => {}
+        }
+        self.advance(now, kind, Input::Event(event));
+    }
+
+    /// Looks at the clock. Harmless when called too early or too often.
+    pub fn on_timeout(&mut self, now: Instant) {
+        if let Some((_, limit)) = self.deadline.take_if(|(at, _)| *at <= now) {
+            self.advance(now, Kind::Deadline, Input::Deadline { limit });
+        }
+        if self.minds_silence() && self.pinger.silent_at() <= now {
+            self.advance(now, Kind::Silence, Input::Silence);
+        }
+        if self.pings() && self.pinger.next_ping() <= now {
+            self.ping(now);
+        }
+    }
+
+    /// The next thing to do; `None` when there is nothing left to do before the next event.
+    pub fn poll_action(&mut self) -> Option<SourceAction> {
+        self.actions.pop_front()
+    }
+
+    /// When to call [`Source::on_timeout`]; `None` if nothing is waited for.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let deadline = self.deadline.map(|(at, _)| at);
+        let silence = self.minds_silence().then(|| self.pinger.silent_at());
+        let ping = self.pings().then(|| self.pinger.next_ping());
+        [deadline, silence, ping].into_iter().flatten().min()
+    }
+
+    /// Where the attempt stands.
+    pub fn phase(&self) -> SourcePhase {
+        self.state.phase()
+    }
+
+    /// What the destination said of itself, once it has.
+    pub fn peer(&self) -> Option<&SetupDone> {
+        self.peer.as_ref()
+    }
+
+    /// How long the destination took for the latest rehearsal.
+    pub fn rehearsed(&self) -> Option<Rehearsed> {
+        self.rehearsed
+    }
+
+    /// A round trip on the control connection, once one was measured.
+    pub fn round_trip(&self) -> Option<Duration> {
+        self.pinger.estimate().map(|estimate| estimate.round_trip)
+    }
+
+    /// How the destination's clock differs, once that was measured.
+    pub fn clock(&self) -> Option<ClockEstimate> {
+        self.pinger.estimate()
+    }
+
+    /// Changes the blackout that the owner accepts. Counts for a switchover not yet begun.
+    pub fn set_downtime_limit(&mut self, limit: Duration) {
+        self.config.downtime_limit = limit;
+    }
+
+    /// The one place where the state changes, as the table allows it.
+    fn advance(&mut self, now: Instant, kind: Kind, input: Input) {
+        let from = self.phase();
+        let state = mem::replace(&mut self.state, State::Between);
+        let (next, allowed): (State, &[SourcePhase]) = match table::reaction(from, kind) {
+            Reaction::Ignore => (state, &[]),
+            Reaction::Act(allowed) => (self.step(now, state, input), allowed),
+            Reaction::PeerFault => {
+                let (message, phase) = (kind.label(), from.label());
+                (self.fail(state, Failure::Unexpected { message, phase }), &[])
+            }
+            Reaction::Misuse => {
+                let (event, phase) = (kind.label(), from.label());
+                (self.misused(state, input, Failure::Misuse { event, phase }), &[])
+            }
+        };
+        let to = next.phase();
+        let planned = to == from || to == table::fallback(from) || allowed.contains(&to);
+        assert!(planned, "{kind:?} led from {from:?} to {to:?}");
+        self.state = next;
+        if to != from {
+            self.deadline = self.phase_deadline(now, to);
+        }
+    }
+
+    /// How long a phase may take from its beginning. Some set a deadline on their way instead.
+    fn phase_deadline(&self, now: Instant, phase: SourcePhase) -> Option<(Instant, Duration)> {
+        let limit = match phase {
+            SourcePhase::SettingUp => limits::SETUP_MAX,
+            SourcePhase::Connecting => limits::CHANNELS_WAIT_MAX,
+            SourcePhase::Switching => {
+                limits::SWITCHOVER_GRACE.saturating_add(self.config.downtime_limit * 2)
+            }
+            SourcePhase::Comparing => limits::DIGEST_MAX,
+            SourcePhase::Committing => limits::COMMIT_ACK_MAX,
+            SourcePhase::Confirming => limits::ALIVE_MAX,
+            SourcePhase::Sending
+            | SourcePhase::Rehearsing
+            | SourcePhase::Deciding
+            | SourcePhase::Pausing
+            | SourcePhase::Undecided
+            | SourcePhase::Withdrawing
+            | SourcePhase::Completed
+            | SourcePhase::Failed
+            | SourcePhase::Cancelled => return None,
+        };
+        Some((now.after(limit), limit))
+    }
+
+    /// From now on the peer has this long.
+    fn expect_within(&mut self, now: Instant, limit: Duration) {
+        self.deadline = Some((now.after(limit), limit));
+    }
+
+    /// Whether the destination is to be pinged: as long as it may yet abandon.
+    fn pings(&self) -> bool {
+        let phase = self.phase();
+        self.control_open
+            && match phase {
+                SourcePhase::SettingUp
+                | SourcePhase::Connecting
+                | SourcePhase::Sending
+                | SourcePhase::Rehearsing
+                | SourcePhase::Deciding
+                | SourcePhase::Pausing
+                | SourcePhase::Switching
+                | SourcePhase::Comparing => true,
+                SourcePhase::Committing
+                | SourcePhase::Undecided
+                | SourcePhase::Withdrawing
+                | SourcePhase::Confirming
+                | SourcePhase::Completed
+                | SourcePhase::Failed
+                | SourcePhase::Cancelled => false,
+            }
+    }
+
+    /// Whether silence means a lost peer. While it builds a machine or digests its memory, its
+    /// threads may all be busy; these phases have deadlines of their own.
+    fn minds_silence(&self) -> bool {
+        let busy = matches!(self.phase(), SourcePhase::SettingUp | SourcePhase::Comparing);
+        self.pings() && !busy
+    }
+
+    fn ping(&mut self, now: Instant) {
+        let ping = self.pinger.ping(now);
+        self.send(Control::Ping(ping));
+    }
+
+    fn send(&mut self, message: Control) {
+        self.actions.push_back(SourceAction::Send(message));
+    }
+}

@@ -1,0 +1,513 @@
+//! The source's states, and what leads from one to the next.
+
+use super::types::{Decision, SourceAction, SourceEvent, SourceOutcome, SourcePhase};
+use super::{Input, Source};
+use crate::failure::{Doubt, Failure};
+use crate::limits;
+use crate::permit::{CommittedPermit, Refusal, RunPermit};
+use martlet_units::Instant;
+use martlet_wire::control::{
+    Abandon, Answer, Commit, Committed, Control, Fate, STATE_BYTES_MAX, State as SavedState,
+    SwitchoverSoon,
+};
+
+/// A stopped guest.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) permit: RunPermit,
+    pub(super) running: bool,
+}
+
+/// A guest that was given away.
+#[derive(Debug)]
+pub(super) struct Given {
+    pub(super) permit: CommittedPermit,
+    pub(super) running: bool,
+}
+
+#[derive(Debug)]
+pub(super) enum State {
+    /// While a step is being taken; never seen from outside.
+    Between,
+    SettingUp,
+    Connecting {
+        connected: bool,
+        accepted: bool,
+    },
+    Sending {
+        round: u32,
+        sent: bool,
+        received: bool,
+    },
+    Rehearsing {
+        round: u32,
+        saved: bool,
+    },
+    Deciding {
+        round: u32,
+    },
+    Pausing {
+        last_round: u32,
+    },
+    Switching {
+        held: Held,
+        last_round: u32,
+        pages_sent: bool,
+        state_sent: bool,
+    },
+    Comparing {
+        held: Held,
+        last_round: u32,
+        ours: Option<[u8; 32]>,
+        theirs: Option<[u8; 32]>,
+    },
+    Committing {
+        given: Given,
+    },
+    Undecided {
+        given: Given,
+    },
+    Withdrawing {
+        failure: Failure,
+    },
+    Confirming {
+        committed: Committed,
+    },
+    Completed,
+    Failed,
+    Cancelled,
+}
+
+impl State {
+    pub(super) fn phase(&self) -> SourcePhase {
+        match self {
+            State::Between => unreachable!("a step ends with a state"),
+            State::SettingUp => SourcePhase::SettingUp,
+            State::Connecting { .. } => SourcePhase::Connecting,
+            State::Sending { .. } => SourcePhase::Sending,
+            State::Rehearsing { .. } => SourcePhase::Rehearsing,
+            State::Deciding { .. } => SourcePhase::Deciding,
+            State::Pausing { .. } => SourcePhase::Pausing,
+            State::Switching { .. } => SourcePhase::Switching,
+            State::Comparing { .. } => SourcePhase::Comparing,
+            State::Committing { .. } => SourcePhase::Committing,
+            State::Undecided { .. } => SourcePhase::Undecided,
+            State::Withdrawing { .. } => SourcePhase::Withdrawing,
+            State::Confirming { .. } => SourcePhase::Confirming,
+            State::Completed => SourcePhase::Completed,
+            State::Failed => SourcePhase::Failed,
+            State::Cancelled => SourcePhase::Cancelled,
+        }
+    }
+}
+
+impl Source {
+    /// One step that the table allows.
+    pub(super) fn step(&mut self, now: Instant, state: State, input: Input) -> State {
+        let phase = state.phase();
+        match input {
+            Input::Silence => self.fail(state, Failure::Silence),
+            Input::Deadline { limit } => {
+                self.fail(state, Failure::TooSlow { phase: phase.label(), limit })
+            }
+            Input::Event(SourceEvent::ControlLost { reason }) => {
+                self.fail(state, Failure::ControlLost { reason })
+            }
+            Input::Event(SourceEvent::ChannelLost { reason }) => {
+                self.fail(state, Failure::ChannelLost { reason })
+            }
+            Input::Event(SourceEvent::HostFailed { reason }) => {
+                self.host_failed(state, Failure::Host { reason })
+            }
+            Input::Event(SourceEvent::Cancel { reason }) => {
+                self.fail(state, Failure::Cancelled { reason })
+            }
+            Input::Event(SourceEvent::Received(message)) => self.on_message(now, state, message),
+            Input::Event(event) => self.on_report(now, state, event),
+        }
+    }
+
+    fn on_message(&mut self, now: Instant, state: State, message: Control) -> State {
+        match (state, message) {
+            (State::SettingUp, Control::SetupDone(done)) => {
+                self.peer = Some(done);
+                self.ping(now);
+                let (count, token) = (self.config.setup.channels, done.token);
+                self.actions.push_back(SourceAction::OpenChannels { count, token });
+                State::Connecting { connected: false, accepted: false }
+            }
+            (State::Connecting { connected, .. }, Control::ChannelsReady) => {
+                self.ping(now);
+                self.begin_rounds(connected, true)
+            }
+            (State::Sending { round, sent, received }, Control::RoundReceived(got)) => {
+                if received || got.round != round {
+                    let what = format!("round {} received while {round} is sent", got.round);
+                    let state = State::Sending { round, sent, received };
+                    return self.fail(state, Failure::Contradiction { what });
+                }
+                self.end_round(now, round, sent, true)
+            }
+            (
+                state @ (State::Switching { last_round, .. } | State::Comparing { last_round, .. }),
+                Control::RoundReceived(got),
+            ) => {
+                if got.round == last_round {
+                    return state;
+                }
+                let what = format!("round {} received while {last_round} is sent", got.round);
+                self.fail(state, Failure::Contradiction { what })
+            }
+            (State::Rehearsing { round, saved: true }, Control::Rehearsed(rehearsed)) => {
+                self.rehearsed = Some(rehearsed);
+                self.decide(round)
+            }
+            (state @ State::Rehearsing { saved: false, .. }, Control::Rehearsed(_)) => {
+                let what = "a rehearsal that was not asked for".to_owned();
+                self.fail(state, Failure::Contradiction { what })
+            }
+            (State::Comparing { held, last_round, ours, theirs }, Control::Digest(digest)) => {
+                if theirs.is_some() {
+                    let what = "a second digest".to_owned();
+                    let state = State::Comparing { held, last_round, ours, theirs };
+                    return self.fail(state, Failure::Contradiction { what });
+                }
+                self.compare(held, last_round, ours, Some(digest.digest))
+            }
+            (state, message) => self.on_verdict(state, message),
+        }
+    }
+
+    /// Messages that end something.
+    fn on_verdict(&mut self, state: State, message: Control) -> State {
+        match (state, message) {
+            (State::Committing { .. } | State::Undecided { .. }, Control::Committed(committed)) => {
+                // The permit is dropped here: the guest never runs in this process again.
+                self.actions.push_back(SourceAction::MovedAway(committed));
+                State::Confirming { committed }
+            }
+            (State::Committing { given } | State::Undecided { given }, message) => {
+                let (Control::CommitRefused(why) | Control::Abandon(why)) = message else {
+                    unreachable!("the table lets no other message through")
+                };
+                let proof = Refusal::from_message(&why);
+                self.take_back(given, proof, Failure::Refused { reason: why.reason })
+            }
+            (State::Confirming { committed }, Control::Alive(alive)) => {
+                let (committed, alive) = (Some(committed), Some(alive));
+                self.finish(SourceOutcome::Completed { committed, alive });
+                State::Completed
+            }
+            (state, Control::Abandon(why)) => {
+                self.fail(state, Failure::PeerGaveUp { reason: why.reason })
+            }
+            (state, message) => {
+                unreachable!("the table lets {} through in {:?}", message.kind(), state.phase())
+            }
+        }
+    }
+
+    fn on_report(&mut self, now: Instant, state: State, event: SourceEvent) -> State {
+        match (state, event) {
+            (State::Connecting { accepted, .. }, SourceEvent::ChannelsConnected) => {
+                self.begin_rounds(true, accepted)
+            }
+            (State::Sending { round, sent, received }, SourceEvent::RoundSent { round: done }) => {
+                if done != round {
+                    return self.wrong_round(State::Sending { round, sent, received });
+                }
+                self.end_round(now, round, true, received)
+            }
+            (State::Rehearsing { round, .. }, SourceEvent::Rehearsed { state: saved }) => {
+                let waiting = State::Rehearsing { round, saved: true };
+                if let Some(failure) = too_long(&saved) {
+                    return self.fail(waiting, failure);
+                }
+                self.send(Control::Rehearse(SavedState { bytes: saved }));
+                self.expect_within(now, limits::REHEARSAL_MAX);
+                waiting
+            }
+            (State::Deciding { round }, SourceEvent::Decided(decision)) => {
+                self.on_decision(round, decision)
+            }
+            (State::Pausing { last_round }, SourceEvent::Paused { permit, running }) => {
+                self.actions.push_back(SourceAction::RunLastRound { round: last_round });
+                self.actions.push_back(SourceAction::SaveState);
+                let held = Held { permit, running };
+                State::Switching { held, last_round, pages_sent: false, state_sent: false }
+            }
+            (State::Withdrawing { failure }, SourceEvent::Paused { permit, running }) => {
+                self.actions.push_back(SourceAction::Resume { permit, running });
+                self.end(failure)
+            }
+            (
+                state @ (State::Failed | State::Cancelled),
+                SourceEvent::Paused { permit, running },
+            ) => {
+                self.actions.push_back(SourceAction::Resume { permit, running });
+                state
+            }
+            (state, event) => self.on_switchover_report(state, event),
+        }
+    }
+
+    fn on_switchover_report(&mut self, state: State, event: SourceEvent) -> State {
+        match (state, event) {
+            (
+                State::Switching { held, last_round, pages_sent, state_sent },
+                SourceEvent::LastRoundSent { round },
+            ) => {
+                if round != last_round {
+                    let state = State::Switching { held, last_round, pages_sent, state_sent };
+                    return self.wrong_round(state);
+                }
+                self.end_switching(held, last_round, true, state_sent)
+            }
+            (
+                State::Switching { held, last_round, pages_sent, .. },
+                SourceEvent::StateSaved { bytes },
+            ) => {
+                if let Some(failure) = too_long(&bytes) {
+                    let state =
+                        State::Switching { held, last_round, pages_sent, state_sent: false };
+                    return self.fail(state, failure);
+                }
+                self.send(Control::FinalState(SavedState { bytes }));
+                self.end_switching(held, last_round, pages_sent, true)
+            }
+            (State::Comparing { held, last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {
+                self.compare(held, last_round, Some(ours), theirs)
+            }
+            (State::Undecided { given }, SourceEvent::Fate(answer)) => self.on_fate(given, &answer),
+            (state, _) => unreachable!("the table lets it through in {:?}", state.phase()),
+        }
+    }
+
+    fn on_decision(&mut self, round: u32, decision: Decision) -> State {
+        let Some(next) = round.checked_add(1) else {
+            let reason = "the rounds don't end".to_owned();
+            return self.fail(State::Deciding { round }, Failure::Host { reason });
+        };
+        match decision {
+            Decision::NextRound => {
+                self.actions.push_back(SourceAction::RunRound { round: next });
+                State::Sending { round: next, sent: false, received: false }
+            }
+            Decision::RehearseAgain => {
+                self.actions.push_back(SourceAction::Rehearse);
+                State::Rehearsing { round, saved: false }
+            }
+            Decision::Switchover => {
+                self.send(Control::SwitchoverSoon(SwitchoverSoon { last_round: next }));
+                self.actions.push_back(SourceAction::Pause);
+                State::Pausing { last_round: next }
+            }
+        }
+    }
+
+    fn begin_rounds(&mut self, connected: bool, accepted: bool) -> State {
+        if !(connected && accepted) {
+            return State::Connecting { connected, accepted };
+        }
+        self.actions.push_back(SourceAction::RunRound { round: 0 });
+        State::Sending { round: 0, sent: false, received: false }
+    }
+
+    fn end_round(&mut self, now: Instant, round: u32, sent: bool, received: bool) -> State {
+        if sent && !received {
+            self.expect_within(now, limits::ROUND_ACK_MAX);
+        }
+        if !(sent && received) {
+            return State::Sending { round, sent, received };
+        }
+        // The channels are empty now, so this measures the way and no queue.
+        self.ping(now);
+        if self.rehearsed.is_some() {
+            return self.decide(round);
+        }
+        self.actions.push_back(SourceAction::Rehearse);
+        State::Rehearsing { round, saved: false }
+    }
+
+    fn decide(&mut self, round: u32) -> State {
+        self.actions.push_back(SourceAction::Decide);
+        State::Deciding { round }
+    }
+
+    fn end_switching(
+        &mut self,
+        held: Held,
+        last_round: u32,
+        pages_sent: bool,
+        state_sent: bool,
+    ) -> State {
+        if !(pages_sent && state_sent) {
+            return State::Switching { held, last_round, pages_sent, state_sent };
+        }
+        if !self.config.verify {
+            return self.commit(held, last_round);
+        }
+        self.send(Control::AskDigest);
+        self.actions.push_back(SourceAction::ComputeDigest);
+        State::Comparing { held, last_round, ours: None, theirs: None }
+    }
+
+    fn compare(
+        &mut self,
+        held: Held,
+        last_round: u32,
+        ours: Option<[u8; 32]>,
+        theirs: Option<[u8; 32]>,
+    ) -> State {
+        match (ours, theirs) {
+            (Some(here), Some(there)) if here == there => self.commit(held, last_round),
+            (Some(_), Some(_)) => {
+                let state = State::Comparing { held, last_round, ours, theirs };
+                self.fail(state, Failure::MemoryDiffers)
+            }
+            (None, _) | (_, None) => State::Comparing { held, last_round, ours, theirs },
+        }
+    }
+
+    /// The right to run the guest leaves.
+    fn commit(&mut self, held: Held, last_round: u32) -> State {
+        let Held { permit, running } = held;
+        let permit = permit.give_away();
+        let migration = self.config.setup.migration;
+        self.send(Control::Commit(Commit { migration, last_round, running }));
+        State::Committing { given: Given { permit, running } }
+    }
+
+    fn take_back(&mut self, given: Given, proof: Refusal, failure: Failure) -> State {
+        let Given { permit, running } = given;
+        let permit = permit.revive(proof);
+        self.actions.push_back(SourceAction::Resume { permit, running });
+        self.end(failure)
+    }
+
+    fn on_fate(&mut self, given: Given, answer: &Answer) -> State {
+        let asked = self.peer.expect("a commit follows a SetupDone").instance;
+        if let Some(proof) = Refusal::from_answer(answer, asked) {
+            return self.take_back(given, proof, Failure::NeverArrived);
+        }
+        let reason = if answer.instance == asked {
+            match answer.fate {
+                Fate::Committed => {
+                    self.finish(SourceOutcome::Completed { committed: None, alive: None });
+                    return State::Completed;
+                }
+                Fate::Pending => Doubt::Pending,
+                Fate::Unknown => Doubt::Unknown,
+                Fate::Abandoned => unreachable!("is a proof"),
+            }
+        } else {
+            Doubt::OtherProcess
+        };
+        self.finish(SourceOutcome::Undecided { reason });
+        State::Undecided { given }
+    }
+
+    /// The way out of every failure.
+    pub(super) fn fail(&mut self, state: State, failure: Failure) -> State {
+        match state {
+            State::Between => unreachable!("a step ends with a state"),
+            State::SettingUp
+            | State::Connecting { .. }
+            | State::Sending { .. }
+            | State::Rehearsing { .. }
+            | State::Deciding { .. } => {
+                self.tell_peer(&failure);
+                self.end(failure)
+            }
+            State::Pausing { .. } => {
+                self.tell_peer(&failure);
+                State::Withdrawing { failure }
+            }
+            State::Switching { held, .. } | State::Comparing { held, .. } => {
+                let Held { permit, running } = held;
+                self.actions.push_back(SourceAction::Resume { permit, running });
+                self.tell_peer(&failure);
+                self.end(failure)
+            }
+            State::Committing { given } => {
+                let reason = Doubt::Unconfirmed(failure);
+                self.finish(SourceOutcome::Undecided { reason });
+                State::Undecided { given }
+            }
+            State::Confirming { committed } => {
+                let committed = Some(committed);
+                self.finish(SourceOutcome::Completed { committed, alive: None });
+                State::Completed
+            }
+            State::Undecided { .. }
+            | State::Withdrawing { .. }
+            | State::Completed
+            | State::Failed
+            | State::Cancelled => state,
+        }
+    }
+
+    /// A host failure while the guest is being stopped is taken for the pause's own: the VMM has
+    /// set the guest running again, and no permit will come.
+    fn host_failed(&mut self, state: State, failure: Failure) -> State {
+        match state {
+            State::Pausing { .. } => {
+                self.tell_peer(&failure);
+                self.end(failure)
+            }
+            State::Withdrawing { failure: first } => self.end(first),
+            state => self.fail(state, failure),
+        }
+    }
+
+    /// A report that can't be true. If it brings a permit that this machine has not yet had, that
+    /// goes back.
+    pub(super) fn misused(&mut self, state: State, input: Input, failure: Failure) -> State {
+        let before_pause = matches!(
+            state,
+            State::SettingUp
+                | State::Connecting { .. }
+                | State::Sending { .. }
+                | State::Rehearsing { .. }
+                | State::Deciding { .. }
+        );
+        match input {
+            Input::Event(SourceEvent::Paused { permit, running }) if before_pause => {
+                self.actions.push_back(SourceAction::Resume { permit, running });
+            }
+            _ => {}
+        }
+        self.fail(state, failure)
+    }
+
+    fn wrong_round(&mut self, state: State) -> State {
+        let (event, phase) = ("another round than the one asked for", state.phase().label());
+        self.fail(state, Failure::Misuse { event, phase })
+    }
+
+    fn tell_peer(&mut self, failure: &Failure) {
+        let knows = matches!(failure, Failure::PeerGaveUp { .. });
+        if self.control_open && !knows {
+            self.send(Control::Abandon(Abandon::because(failure.to_string())));
+        }
+    }
+
+    fn end(&mut self, failure: Failure) -> State {
+        if matches!(failure, Failure::Cancelled { .. }) {
+            self.finish(SourceOutcome::Cancelled);
+            return State::Cancelled;
+        }
+        self.finish(SourceOutcome::Failed { reason: failure });
+        State::Failed
+    }
+
+    fn finish(&mut self, outcome: SourceOutcome) {
+        self.actions.push_back(SourceAction::Finish(outcome));
+    }
+}
+
+fn too_long(state: &[u8]) -> Option<Failure> {
+    (state.len() > STATE_BYTES_MAX).then(|| Failure::Host {
+        reason: format!("the machine's state has {} bytes, at most {STATE_BYTES_MAX}", state.len()),
+    })
+}

@@ -1,0 +1,311 @@
+//! The source's table: what each kind of event does in each phase. The machine asserts it at every
+//! step, and a snapshot test prints it.
+
+use super::types::{Decision, SourceEvent, SourcePhase};
+use crate::reaction::Reaction::{self, Act, Ignore, Misuse, PeerFault};
+use SourcePhase::{
+    Cancelled, Committing, Comparing, Completed, Confirming, Connecting, Deciding, Failed, Pausing,
+    Rehearsing, Sending, SettingUp, Switching, Undecided, Withdrawing,
+};
+use martlet_wire::control::Control;
+
+/// Kinds of events. `Got...` are messages of the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Kind {
+    GotSetupDone,
+    GotChannelsReady,
+    GotRoundReceived,
+    GotRehearsed,
+    GotDigest,
+    GotCommitted,
+    GotCommitRefused,
+    GotAlive,
+    GotAbandon,
+    GotPong,
+    GotSourceMessage,
+    ChannelsConnected,
+    RoundSent,
+    RehearsalDone,
+    DecidedNextRound,
+    DecidedRehearseAgain,
+    DecidedSwitchover,
+    Paused,
+    LastRoundSent,
+    StateSaved,
+    OwnDigest,
+    Fate,
+    Cancel,
+    HostFailed,
+    ChannelLost,
+    ControlLost,
+    Silence,
+    Deadline,
+}
+
+impl Kind {
+    pub(crate) fn of(event: &SourceEvent) -> Kind {
+        match event {
+            SourceEvent::Received(message) => Kind::of_message(message),
+            SourceEvent::ControlLost { .. } => Kind::ControlLost,
+            SourceEvent::ChannelsConnected => Kind::ChannelsConnected,
+            SourceEvent::ChannelLost { .. } => Kind::ChannelLost,
+            SourceEvent::RoundSent { .. } => Kind::RoundSent,
+            SourceEvent::Rehearsed { .. } => Kind::RehearsalDone,
+            SourceEvent::Decided(Decision::NextRound) => Kind::DecidedNextRound,
+            SourceEvent::Decided(Decision::RehearseAgain) => Kind::DecidedRehearseAgain,
+            SourceEvent::Decided(Decision::Switchover) => Kind::DecidedSwitchover,
+            SourceEvent::Paused { .. } => Kind::Paused,
+            SourceEvent::LastRoundSent { .. } => Kind::LastRoundSent,
+            SourceEvent::StateSaved { .. } => Kind::StateSaved,
+            SourceEvent::OwnDigest(_) => Kind::OwnDigest,
+            SourceEvent::HostFailed { .. } => Kind::HostFailed,
+            SourceEvent::Cancel { .. } => Kind::Cancel,
+            SourceEvent::Fate(_) => Kind::Fate,
+        }
+    }
+
+    fn of_message(message: &Control) -> Kind {
+        match message {
+            Control::SetupDone(_) => Kind::GotSetupDone,
+            Control::ChannelsReady => Kind::GotChannelsReady,
+            Control::RoundReceived(_) => Kind::GotRoundReceived,
+            Control::Rehearsed(_) => Kind::GotRehearsed,
+            Control::Digest(_) => Kind::GotDigest,
+            Control::Committed(_) => Kind::GotCommitted,
+            Control::CommitRefused(_) => Kind::GotCommitRefused,
+            Control::Alive(_) => Kind::GotAlive,
+            Control::Abandon(_) => Kind::GotAbandon,
+            Control::Pong(_) => Kind::GotPong,
+            Control::Setup(_)
+            | Control::Rehearse(_)
+            | Control::SwitchoverSoon(_)
+            | Control::FinalState(_)
+            | Control::AskDigest
+            | Control::Commit(_)
+            | Control::Ping(_)
+            | Control::Query(_)
+            | Control::Answer(_) => Kind::GotSourceMessage,
+        }
+    }
+
+    /// For a sentence.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Kind::GotSetupDone => "SetupDone",
+            Kind::GotChannelsReady => "ChannelsReady",
+            Kind::GotRoundReceived => "RoundReceived",
+            Kind::GotRehearsed => "Rehearsed",
+            Kind::GotDigest => "Digest",
+            Kind::GotCommitted => "Committed",
+            Kind::GotCommitRefused => "CommitRefused",
+            Kind::GotAlive => "Alive",
+            Kind::GotAbandon => "Abandon",
+            Kind::GotPong => "Pong",
+            Kind::GotSourceMessage => "a message that only a source sends",
+            Kind::ChannelsConnected => "connected channels",
+            Kind::RoundSent => "a sent round",
+            Kind::RehearsalDone => "a rehearsal",
+            Kind::DecidedNextRound | Kind::DecidedRehearseAgain | Kind::DecidedSwitchover => {
+                "a decision"
+            }
+            Kind::Paused => "a paused guest",
+            Kind::LastRoundSent => "a sent last round",
+            Kind::StateSaved => "a saved state",
+            Kind::OwnDigest => "a digest",
+            Kind::Fate => "a fate",
+            Kind::Cancel => "a cancel",
+            Kind::HostFailed => "a host failure",
+            Kind::ChannelLost => "a lost channel",
+            Kind::ControlLost => "a lost control connection",
+            Kind::Silence => "silence",
+            Kind::Deadline => "a deadline",
+        }
+    }
+}
+
+/// Where a failure leads.
+pub(crate) fn fallback(phase: SourcePhase) -> SourcePhase {
+    match phase {
+        SettingUp | Connecting | Sending | Rehearsing | Deciding | Switching | Comparing => Failed,
+        // The guest is about to be stopped; it has to be waited for, to be set running again.
+        Pausing => Withdrawing,
+        // The commit may have arrived.
+        Committing => Undecided,
+        // The guest has left; what fails now can't bring it back.
+        Confirming => Completed,
+        Undecided | Withdrawing | Completed | Failed | Cancelled => phase,
+    }
+}
+
+/// Where the machine's work for the attempt is over, so that late reports mean nothing.
+fn is_late(phase: SourcePhase) -> bool {
+    match phase {
+        Undecided | Withdrawing | Completed | Failed | Cancelled => true,
+        SettingUp | Connecting | Sending | Rehearsing | Deciding | Pausing | Switching
+        | Comparing | Committing | Confirming => false,
+    }
+}
+
+pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
+    match kind {
+        Kind::GotSetupDone
+        | Kind::GotChannelsReady
+        | Kind::GotRoundReceived
+        | Kind::GotRehearsed
+        | Kind::GotDigest
+        | Kind::GotCommitted
+        | Kind::GotCommitRefused
+        | Kind::GotAlive
+        | Kind::GotAbandon
+        | Kind::GotPong
+        | Kind::GotSourceMessage => on_message(phase, kind),
+        Kind::ChannelsConnected
+        | Kind::RoundSent
+        | Kind::RehearsalDone
+        | Kind::DecidedNextRound
+        | Kind::DecidedRehearseAgain
+        | Kind::DecidedSwitchover
+        | Kind::Paused
+        | Kind::LastRoundSent
+        | Kind::StateSaved
+        | Kind::OwnDigest => on_report(phase, kind),
+        Kind::Fate => match phase {
+            Undecided => Act(&[Undecided, Completed, Failed]),
+            _ => Ignore,
+        },
+        Kind::Cancel | Kind::HostFailed | Kind::ChannelLost => on_own_end(phase, kind),
+        Kind::ControlLost | Kind::Silence | Kind::Deadline => on_lost_peer(phase),
+    }
+}
+
+fn on_message(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
+    match (phase, kind) {
+        // Measured before the table is asked.
+        (_, Kind::GotPong) => Ignore,
+        (SettingUp, Kind::GotSetupDone) => Act(&[Connecting]),
+        (Connecting, Kind::GotChannelsReady) => Act(&[Connecting, Sending]),
+        (Sending, Kind::GotRoundReceived) => Act(&[Sending, Rehearsing, Deciding]),
+        (Switching, Kind::GotRoundReceived) => Act(&[Switching]),
+        (Comparing, Kind::GotRoundReceived) => Act(&[Comparing]),
+        // The last round's, which nobody waits for.
+        (Committing | Confirming, Kind::GotRoundReceived) => Ignore,
+        (Rehearsing, Kind::GotRehearsed) => Act(&[Deciding]),
+        (Comparing, Kind::GotDigest) => Act(&[Comparing, Committing]),
+        // Either may still come after the deadline for it, and proves the same then.
+        (Committing | Undecided, Kind::GotCommitted) => Act(&[Confirming]),
+        // An `Abandon` may cross the commit. It too is sent only by a destination that has not
+        // started the guest and never will.
+        (Committing | Undecided, Kind::GotCommitRefused | Kind::GotAbandon) => Act(&[Failed]),
+        (Confirming, Kind::GotAlive) => Act(&[Completed]),
+        (SettingUp | Connecting | Sending | Rehearsing | Deciding, Kind::GotAbandon)
+        | (Switching | Comparing, Kind::GotAbandon) => Act(&[Failed]),
+        (Pausing, Kind::GotAbandon) => Act(&[Withdrawing]),
+        (phase, _) if is_late(phase) => Ignore,
+        (_, _) => PeerFault,
+    }
+}
+
+fn on_report(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
+    match (phase, kind) {
+        (Connecting, Kind::ChannelsConnected) => Act(&[Connecting, Sending]),
+        (Sending, Kind::RoundSent) => Act(&[Sending, Rehearsing, Deciding]),
+        (Rehearsing, Kind::RehearsalDone) => Act(&[Rehearsing]),
+        (Deciding, Kind::DecidedNextRound) => Act(&[Sending]),
+        (Deciding, Kind::DecidedRehearseAgain) => Act(&[Rehearsing]),
+        (Deciding, Kind::DecidedSwitchover) => Act(&[Pausing]),
+        (Pausing, Kind::Paused) => Act(&[Switching]),
+        (Switching, Kind::LastRoundSent | Kind::StateSaved) => {
+            Act(&[Switching, Comparing, Committing])
+        }
+        (Comparing, Kind::OwnDigest) => Act(&[Comparing, Committing]),
+        // The permit goes back whenever it comes.
+        (Withdrawing, Kind::Paused) => Act(&[Failed, Cancelled]),
+        (Failed, Kind::Paused) => Act(&[Failed]),
+        (Cancelled, Kind::Paused) => Act(&[Cancelled]),
+        (phase, _) if is_late(phase) => Ignore,
+        (_, _) => Misuse,
+    }
+}
+
+fn on_own_end(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
+    match (phase, kind) {
+        (
+            SettingUp | Connecting | Sending | Rehearsing | Deciding | Switching | Comparing,
+            Kind::Cancel,
+        ) => Act(&[Cancelled]),
+        (SettingUp | Connecting | Sending | Rehearsing | Deciding | Switching | Comparing, _) => {
+            Act(&[Failed])
+        }
+        // If the pause itself failed there is nothing to wait for; if something else did, the
+        // permit comes later and goes back then.
+        (Pausing, Kind::HostFailed) => Act(&[Failed]),
+        (Pausing, _) => Act(&[Withdrawing]),
+        (Withdrawing, Kind::HostFailed) => Act(&[Failed, Cancelled]),
+        (Withdrawing, _) => Ignore,
+        // All that this side had to do is done.
+        (Committing | Undecided | Confirming | Completed | Failed | Cancelled, _) => Ignore,
+    }
+}
+
+fn on_lost_peer(phase: SourcePhase) -> Reaction<SourcePhase> {
+    match phase {
+        SettingUp | Connecting | Sending | Rehearsing | Deciding | Switching | Comparing => {
+            Act(&[Failed])
+        }
+        Pausing => Act(&[Withdrawing]),
+        Committing => Act(&[Undecided]),
+        Confirming => Act(&[Completed]),
+        Undecided | Withdrawing | Completed | Failed | Cancelled => Ignore,
+    }
+}
+
+#[cfg(test)]
+pub(crate) const PHASES: [SourcePhase; 15] = [
+    SettingUp,
+    Connecting,
+    Sending,
+    Rehearsing,
+    Deciding,
+    Pausing,
+    Switching,
+    Comparing,
+    Committing,
+    Undecided,
+    Withdrawing,
+    Confirming,
+    Completed,
+    Failed,
+    Cancelled,
+];
+
+#[cfg(test)]
+pub(crate) const KINDS: [Kind; 28] = [
+    Kind::GotSetupDone,
+    Kind::GotChannelsReady,
+    Kind::GotRoundReceived,
+    Kind::GotRehearsed,
+    Kind::GotDigest,
+    Kind::GotCommitted,
+    Kind::GotCommitRefused,
+    Kind::GotAlive,
+    Kind::GotAbandon,
+    Kind::GotPong,
+    Kind::GotSourceMessage,
+    Kind::ChannelsConnected,
+    Kind::RoundSent,
+    Kind::RehearsalDone,
+    Kind::DecidedNextRound,
+    Kind::DecidedRehearseAgain,
+    Kind::DecidedSwitchover,
+    Kind::Paused,
+    Kind::LastRoundSent,
+    Kind::StateSaved,
+    Kind::OwnDigest,
+    Kind::Fate,
+    Kind::Cancel,
+    Kind::HostFailed,
+    Kind::ChannelLost,
+    Kind::ControlLost,
+    Kind::Silence,
+    Kind::Deadline,
+];
