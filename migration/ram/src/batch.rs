@@ -12,7 +12,7 @@ pub const RUNS_MAX: usize = 512;
 /// enough to make the syscall's cost vanish, and the chunks of two huge pages.
 pub const BYTES_MAX: ByteCount = ByteCount(4 << 20);
 
-const PAGE: usize = PAGE_SIZE as usize;
+const PAGE: usize = crate::PAGE_BYTES;
 
 /// What a run's pages hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

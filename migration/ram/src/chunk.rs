@@ -7,6 +7,7 @@ use martlet_bitmap::WORD_BITS;
 /// Words of 64 bits in a [`ChunkBits`].
 pub const CHUNK_WORDS: usize = (CHUNK_PAGES / WORD_BITS) as usize;
 /// Pages in a chunk, as a place in its bits.
+#[expect(clippy::cast_possible_truncation, reason = "a small constant")]
 const PAGES: u32 = CHUNK_PAGES as u32;
 const WORD: u32 = u64::BITS;
 

@@ -7,7 +7,7 @@ use martlet_units::PAGE_SIZE;
 use rustix::io::Errno;
 use std::io;
 
-const PAGE: usize = PAGE_SIZE as usize;
+const PAGE: usize = crate::PAGE_BYTES;
 /// Read and hashed at once: long enough for blake3 to use its widest vectors, short enough for a
 /// core's own cache.
 const BUFFER_BYTES: usize = 512 << 10;

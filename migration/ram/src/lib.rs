@@ -37,12 +37,16 @@ pub use zero::ZeroCheck;
 /// the same channel. 2 MiB, so that a chunk is one huge page where the host uses them.
 pub const CHUNK_PAGES: u64 = 512;
 
+/// Bytes in a page, for lengths and offsets in this process.
+#[expect(clippy::cast_possible_truncation, reason = "a small constant")]
+const PAGE_BYTES: usize = martlet_units::PAGE_SIZE as usize;
+
 #[cfg(test)]
 #[allow(unsafe_code)]
 // UNSAFETY: tests stand in for the guest, which writes its memory.
 mod tests {
     use super::*;
-    use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
+    use martlet_units::{Gfn, PageCount, PageRange};
 
     /// Memory of these lengths in pages, with holes between the regions.
     pub(crate) fn regions(lengths: &[u64]) -> GuestRam {
@@ -63,7 +67,7 @@ mod tests {
     pub(crate) fn write_page(ram: &GuestRam, region: u16, page: u64, byte: u8) {
         let start = ram.regions()[usize::from(region)].host_ptr(page);
         // SAFETY: a mapped page that only this test's thread writes.
-        unsafe { start.write_bytes(byte, usize::try_from(PAGE_SIZE).unwrap()) };
+        unsafe { start.write_bytes(byte, PAGE_BYTES) };
     }
 
     pub(crate) fn page_is_zero(ram: &GuestRam, region: u16, page: u64) -> bool {

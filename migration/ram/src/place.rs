@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 // UNSAFETY: pages that must become zero again are written through raw pointers.
 
-use crate::{BadRun, GuestRam, RamBitmap, RawSlice, RegionIndex};
+use crate::{BadRun, GuestRam, PAGE_BYTES, RamBitmap, RawSlice, RegionIndex};
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering};
 use martlet_bitmap::{PageBitmap, WORD_BITS};
@@ -33,6 +33,11 @@ impl Placer {
     pub fn new(ram: Arc<GuestRam>) -> Placer {
         let filled = RamBitmap::new(&ram);
         Placer { ram, filled }
+    }
+
+    /// The memory that it fills.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
     }
 
     /// Where the content of a data run is to be written. Counts as written from now on.
@@ -83,7 +88,7 @@ impl Placer {
         }
         for page in run {
             let words = memory.host_ptr(page).cast::<u64>();
-            for word in 0..PAGE_SIZE as usize / size_of::<u64>() {
+            for word in 0..PAGE_BYTES / size_of::<u64>() {
                 // Relaxed atomics, because a hostile peer may make two channels clear one page;
                 // the vCPUs that read it later are ordered behind the channels by the start.
                 // SAFETY: within the page that `host_ptr` gave, which lives as long as
@@ -106,7 +111,7 @@ fn runs_within(bitmap: &PageBitmap, range: Range<u64>) -> impl Iterator<Item = R
 }
 
 /// The first page in `from..end` whose bit equals `set`, else `end`.
-#[expect(clippy::cast_possible_truncation, reason = "a bitmap's words fit usize")]
+#[allow(clippy::cast_possible_truncation, reason = "a bitmap's words fit usize")]
 fn find(bitmap: &PageBitmap, from: u64, end: u64, set: bool) -> u64 {
     let mut page = from;
     while page < end {

@@ -1,0 +1,100 @@
+//! The bandwidth limit of the pre-copy rounds, shared by all channels.
+
+use core::time::Duration;
+use martlet_units::{ByteCount, BytesPerSec, Instant, PAGE_SIZE};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// How much time's worth of bytes a channel should send in one piece, and how much unused time may
+/// be made up for. Together they are the most by which the bytes of any stretch of time can exceed
+/// the limit: 4 ms, so 4 % of 100 ms.
+const SLICE: Duration = Duration::from_millis(2);
+const CATCH_UP: Duration = Duration::from_millis(2);
+
+/// Hands out slots on a link of a given rate, one after the other, to any number of channels.
+///
+/// Before a channel sends, it calls [`Pacer::delay`] and waits that long. If no piece is longer
+/// than [`Pacer::slice`], the bytes sent in any 100 ms or more exceed the limit by less than 5 %;
+/// and as long as channels always have something to send and wake within 2 ms, they fall short of
+/// it by less than 5 %. Longer pieces keep the rate too, over stretches long enough to hold many
+/// of them. A rate below 2 MB/s makes a single page longer than a slice.
+///
+/// Slots are kept in bytes, not in time, so no rounding adds up however small the pieces are. The
+/// lock is held for a few arithmetic instructions and taken once per piece.
+#[derive(Debug)]
+pub struct Pacer {
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `None` is no limit.
+    rate: Option<BytesPerSec>,
+    /// When this rate began.
+    epoch: Instant,
+    /// Bytes given out since the epoch, and bytes forgone because nobody wanted them in time.
+    given: u128,
+}
+
+impl Pacer {
+    /// A pacer for this rate, or without a limit. A rate of zero counts as one byte a second.
+    pub fn new(now: Instant, rate: Option<BytesPerSec>) -> Pacer {
+        Pacer { state: Mutex::new(State { rate, epoch: now, given: 0 }) }
+    }
+
+    /// Changes the rate. Slots that were given out keep their length in bytes: what was promised
+    /// and not yet due is worked off at the new rate. Who waits already goes on waiting, so long
+    /// waits should be cut into pieces, or the pieces kept to [`Pacer::slice`].
+    pub fn set_rate(&self, now: Instant, rate: Option<BytesPerSec>) {
+        let mut state = self.lock();
+        let owed = if rate.is_some() { state.given.saturating_sub(state.due(now)) } else { 0 };
+        *state = State { rate, epoch: now, given: owed };
+    }
+
+    /// The most bytes to send in one piece: 2 ms worth, but at least a page. `None` without a
+    /// limit.
+    pub fn slice(&self) -> Option<ByteCount> {
+        let rate = self.lock().rate?;
+        Some(ByteCount(bytes_in(rate, SLICE).max(u128::from(PAGE_SIZE)).try_into().ok()?))
+    }
+
+    /// Takes the next slot for `bytes` bytes and returns how long from `now` it begins; zero if it
+    /// may be used at once. Each call takes a slot of its own, so of several channels each gets
+    /// another moment. `now` may go back a little, as it does between threads.
+    pub fn delay(&self, now: Instant, bytes: ByteCount) -> Duration {
+        let mut state = self.lock();
+        let Some(rate) = state.rate else { return Duration::ZERO };
+        let due = state.due(now);
+        // What was not used in time is lost, but for a little: a channel that woke late, or a
+        // pause between rounds, must not lower the rate by much, nor bring a burst.
+        let begin = state.given.max(due.saturating_sub(bytes_in(rate, CATCH_UP)));
+        state.given = begin.saturating_add(u128::from(bytes.0));
+        time_for(rate, begin.saturating_sub(due))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it is held, and numbers can't be left half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Bytes that the link could have carried from the epoch until `now`.
+    fn due(&self, now: Instant) -> u128 {
+        self.rate.map_or(0, |rate| bytes_in(rate, now.since(self.epoch)))
+    }
+}
+
+const NANOS: u128 = 1_000_000_000;
+
+fn bytes_in(rate: BytesPerSec, time: Duration) -> u128 {
+    u128::from(rate.0.max(1)) * time.as_nanos() / NANOS
+}
+
+fn time_for(rate: BytesPerSec, bytes: u128) -> Duration {
+    let nanos = bytes.saturating_mul(NANOS) / u128::from(rate.0.max(1));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+#[path = "pace_tests.rs"]
+mod tests;
