@@ -18,12 +18,15 @@ const CATCH_UP: Duration = Duration::from_millis(2);
 /// it by less than 5 %. Longer pieces keep the rate too, over stretches long enough to hold many
 /// of them. A rate below 2 MB/s makes a single page longer than a slice.
 ///
-/// Slots are kept in bytes, not in time, so no rounding adds up however small the pieces are. The
-/// lock is held for a few arithmetic instructions and taken once per piece.
+/// Slots are kept in fractions of a byte, exactly, so no rounding adds up however small the pieces
+/// are. The lock is held for a few arithmetic instructions and taken once per piece.
 #[derive(Debug)]
 pub struct Pacer {
     state: Mutex<State>,
 }
+
+/// Billionths of a byte: a rate in bytes a second times a time in nanoseconds.
+type Work = u128;
 
 #[derive(Debug)]
 struct State {
@@ -31,8 +34,8 @@ struct State {
     rate: Option<BytesPerSec>,
     /// When this rate began.
     epoch: Instant,
-    /// Bytes given out since the epoch, and bytes forgone because nobody wanted them in time.
-    given: u128,
+    /// Given out since the epoch, and forgone because nobody wanted it in time.
+    given: Work,
 }
 
 impl Pacer {
@@ -54,7 +57,8 @@ impl Pacer {
     /// limit.
     pub fn slice(&self) -> Option<ByteCount> {
         let rate = self.lock().rate?;
-        Some(ByteCount(bytes_in(rate, SLICE).max(u128::from(PAGE_SIZE)).try_into().ok()?))
+        let bytes = u64::try_from(work_in(rate, SLICE) / WORK_PER_BYTE).unwrap_or(u64::MAX);
+        Some(ByteCount(bytes.max(PAGE_SIZE)))
     }
 
     /// Takes the next slot for `bytes` bytes and returns how long from `now` it begins; zero if it
@@ -66,8 +70,8 @@ impl Pacer {
         let due = state.due(now);
         // What was not used in time is lost, but for a little: a channel that woke late, or a
         // pause between rounds, must not lower the rate by much, nor bring a burst.
-        let begin = state.given.max(due.saturating_sub(bytes_in(rate, CATCH_UP)));
-        state.given = begin.saturating_add(u128::from(bytes.0));
+        let begin = state.given.max(due.saturating_sub(work_in(rate, CATCH_UP)));
+        state.given = begin.saturating_add(u128::from(bytes.0) * WORK_PER_BYTE);
         time_for(rate, begin.saturating_sub(due))
     }
 
@@ -78,20 +82,21 @@ impl Pacer {
 }
 
 impl State {
-    /// Bytes that the link could have carried from the epoch until `now`.
-    fn due(&self, now: Instant) -> u128 {
-        self.rate.map_or(0, |rate| bytes_in(rate, now.since(self.epoch)))
+    /// What the link could have carried from the epoch until `now`.
+    fn due(&self, now: Instant) -> Work {
+        self.rate.map_or(0, |rate| work_in(rate, now.since(self.epoch)))
     }
 }
 
-const NANOS: u128 = 1_000_000_000;
+const WORK_PER_BYTE: Work = 1_000_000_000;
 
-fn bytes_in(rate: BytesPerSec, time: Duration) -> u128 {
-    u128::from(rate.0.max(1)) * time.as_nanos() / NANOS
+fn work_in(rate: BytesPerSec, time: Duration) -> Work {
+    u128::from(rate.0.max(1)).saturating_mul(time.as_nanos())
 }
 
-fn time_for(rate: BytesPerSec, bytes: u128) -> Duration {
-    let nanos = bytes.saturating_mul(NANOS) / u128::from(rate.0.max(1));
+/// Rounded up, so that nobody is early.
+fn time_for(rate: BytesPerSec, work: Work) -> Duration {
+    let nanos = work.div_ceil(u128::from(rate.0.max(1)));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
