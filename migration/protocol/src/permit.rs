@@ -39,7 +39,6 @@ pub(crate) struct CommittedPermit {
 
 impl CommittedPermit {
     /// The right again, after the destination proved that it never used it and never will.
-    #[expect(clippy::needless_pass_by_value, reason = "a proof is used up")]
     pub(crate) fn revive(self, _proof: Refusal) -> RunPermit {
         self.permit
     }

@@ -13,38 +13,40 @@ pub(crate) enum Reaction<Phase: 'static> {
     Misuse,
 }
 
-/// Prints a machine's table: one block for each phase, one line for each kind of event.
+/// Prints a machine's table: one block for each phase, in it what each kind of event leads to.
+/// Kinds that are ignored are left out.
 #[cfg(test)]
-pub(crate) fn print_table<
-    Phase: Copy + PartialEq + core::fmt::Debug,
-    Kind: Copy + core::fmt::Debug,
->(
+pub(crate) fn print_table<Phase, Kind>(
     phases: &[Phase],
     kinds: &[Kind],
     reaction: impl Fn(Phase, Kind) -> Reaction<Phase>,
     fallback: impl Fn(Phase) -> Phase,
-) -> String {
-    use core::fmt::Write;
+) -> String
+where
+    Phase: Copy + PartialEq + core::fmt::Debug + 'static,
+    Kind: Copy + core::fmt::Debug,
+{
     let mut text = String::new();
     for &phase in phases {
         let end = fallback(phase);
-        let on_failure = if end == phase {
-            "nothing fails it".to_owned()
-        } else {
-            format!("on failure {end:?}")
-        };
-        writeln!(text, "{phase:?} ({on_failure})").expect("memory");
+        text += &format!("{phase:?}\n");
+        let (mut by_peer, mut by_driver) = (Vec::new(), Vec::new());
         for &kind in kinds {
-            let does = match reaction(phase, kind) {
+            let name = format!("{kind:?}");
+            match reaction(phase, kind) {
                 Reaction::Act(next) => {
-                    let names: Vec<String> = next.iter().map(|to| format!("{to:?}")).collect();
-                    names.join(" | ")
+                    let next: Vec<String> = next.iter().map(|to| format!("{to:?}")).collect();
+                    text += &format!("    {name:<24} {}\n", next.join(" | "));
                 }
-                Reaction::Ignore => continue,
-                Reaction::PeerFault => "peer's fault".to_owned(),
-                Reaction::Misuse => "misuse".to_owned(),
-            };
-            writeln!(text, "    {:<24} {does}", format!("{kind:?}")).expect("memory");
+                Reaction::Ignore => {}
+                Reaction::PeerFault => by_peer.push(name),
+                Reaction::Misuse => by_driver.push(name),
+            }
+        }
+        for (whose, names) in [("peer's fault", by_peer), ("misuse", by_driver)] {
+            if !names.is_empty() {
+                text += &format!("    {whose} -> {end:?}: {}\n", names.join(", "));
+            }
         }
     }
     text

@@ -31,8 +31,8 @@ pub(super) enum Check {
 /// A data channel that is gone while it is not yet known whether it was still needed.
 #[derive(Debug)]
 pub(super) struct Lost {
-    last_barrier: Option<u32>,
-    reason: String,
+    pub(super) last_barrier: Option<u32>,
+    pub(super) reason: String,
 }
 
 #[derive(Debug)]

@@ -2,6 +2,8 @@
 
 mod state;
 mod table;
+#[cfg(test)]
+mod tests;
 mod types;
 
 pub use types::{Decision, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};

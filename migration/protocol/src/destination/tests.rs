@@ -1,0 +1,320 @@
+//! The destination alone: its table, every cell of it, and what it promises.
+
+use super::state::{Check, Load, Lost, State};
+use super::table::{KINDS, Kind, PHASES, fallback, reaction};
+use super::{
+    Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationPhase, Input,
+};
+use crate::permit::Arrival;
+use crate::reaction::{Reaction, print_table};
+use crate::{Ledger, limits};
+use core::time::Duration;
+use martlet_units::Instant;
+use martlet_wire::control::{
+    Abandon, Alive, Commit, Control, Fate, InstanceId, MigrationId, Ping, Setup,
+    State as SavedState, SwitchoverSoon, WireRange,
+};
+
+const T0: Instant = Instant(1_000_000_000);
+const ID: MigrationId = MigrationId([7; 16]);
+const LAST: u32 = 5;
+
+fn setup(migration: MigrationId) -> Setup {
+    Setup {
+        migration,
+        regions: vec![WireRange { start_gfn: 0, pages: 16 }],
+        machine: Vec::new(),
+        channels: 2,
+        boot_id: [0; 16],
+    }
+}
+
+fn commit() -> Commit {
+    Commit { migration: ID, last_round: LAST, running: true }
+}
+
+fn committing(load: Load) -> State {
+    State::Committing { last_round: LAST, load, arrival: Arrival::of(commit()), commit_at: T0 }
+}
+
+/// Every state with every combination of what it waits for.
+fn states() -> Vec<State> {
+    let mut states = vec![State::Waiting, State::Building, State::Accepting];
+    for rehearsing in [false, true] {
+        states.push(State::Receiving { rehearsing, lost: None });
+        for last_barrier in [None, Some(LAST)] {
+            let lost = Some(Lost { last_barrier, reason: reason() });
+            states.push(State::Receiving { rehearsing, lost });
+        }
+    }
+    for load in [Load::Missing, Load::Loading, Load::Loaded] {
+        for check in [Check::NotAsked, Check::Asked, Check::Computing, Check::Sent] {
+            states.push(State::Armed { last_round: LAST, load, check });
+        }
+    }
+    states.extend([committing(Load::Loading), committing(Load::Loaded)]);
+    states.push(State::Starting { commit_at: T0, ready_at: T0 });
+    states.extend([State::Running, State::Arrived, State::Abandoned]);
+    states
+}
+
+fn reason() -> String {
+    "a reason".to_owned()
+}
+
+/// Events of every kind, with right and wrong values.
+fn events() -> Vec<DestinationEvent> {
+    let message = DestinationEvent::Received;
+    let mut events = vec![
+        message(Control::Setup(setup(ID))),
+        message(Control::Rehearse(SavedState { bytes: vec![1] })),
+        message(Control::FinalState(SavedState { bytes: vec![2] })),
+        message(Control::AskDigest),
+        message(Control::Commit(commit())),
+        message(Control::Commit(Commit { last_round: LAST - 1, ..commit() })),
+        message(Control::Commit(Commit { migration: MigrationId([8; 16]), ..commit() })),
+        message(Control::Abandon(Abandon::because("a reason"))),
+        message(Control::Ping(Ping { sent_ns: 1 })),
+        message(Control::ChannelsReady),
+        DestinationEvent::Built,
+        DestinationEvent::BuildFailed { reason: reason() },
+        DestinationEvent::ChannelsConnected,
+        DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 },
+        DestinationEvent::LoadFailed { reason: reason() },
+        DestinationEvent::OwnDigest([3; 32]),
+        DestinationEvent::Started { at: T0 },
+        DestinationEvent::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 0 }),
+        DestinationEvent::Cancel { reason: reason() },
+        DestinationEvent::ControlLost { reason: reason() },
+    ];
+    for round in [LAST - 1, LAST, LAST + 1, u32::MAX] {
+        events.push(message(Control::SwitchoverSoon(SwitchoverSoon { last_round: round })));
+        events.push(DestinationEvent::RoundReceived { round });
+        events.push(DestinationEvent::ChannelLost { last_barrier: Some(round), reason: reason() });
+    }
+    events.push(DestinationEvent::ChannelLost { last_barrier: None, reason: reason() });
+    events
+}
+
+fn inputs() -> Vec<(Kind, Input)> {
+    let mut inputs: Vec<(Kind, Input)> =
+        events().into_iter().map(|event| (Kind::of(&event), Input::Event(event))).collect();
+    inputs.push((Kind::Silence, Input::Silence));
+    inputs.push((Kind::Deadline, Input::Deadline { limit: Duration::from_secs(1) }));
+    inputs
+}
+
+/// A machine in some state; `rounds` were received.
+fn machine(rounds: u32, state: State) -> Destination {
+    let config = DestinationConfig { token: [9; 16], boot_id: [0; 16] };
+    let mut destination = Destination::new(T0, config, Ledger::new(InstanceId([1; 16])));
+    destination.rounds = rounds;
+    destination.state = state;
+    let phase = destination.phase();
+    if phase != DestinationPhase::Waiting {
+        destination.migration = Some(ID);
+        destination.channels = 2;
+    }
+    match phase {
+        DestinationPhase::Starting | DestinationPhase::Running | DestinationPhase::Arrived => {
+            destination.ledger.record_arrived(ID);
+        }
+        DestinationPhase::Abandoned => destination.ledger.record_abandoned(ID),
+        _ => {}
+    }
+    destination
+}
+
+#[test]
+fn the_table_is_as_reviewed() {
+    insta::assert_snapshot!(print_table(&PHASES, &KINDS, reaction, fallback));
+}
+
+#[test]
+fn all_states_and_kinds_are_tried() {
+    for phase in PHASES {
+        assert!(states().iter().any(|state| state.phase() == phase), "{phase:?}");
+    }
+    for kind in KINDS {
+        assert!(inputs().iter().any(|(of, _)| *of == kind), "{kind:?}");
+    }
+}
+
+/// Every input in every state: the machine obeys its table, starts only what it may start, and
+/// never takes a promise back.
+#[test]
+fn every_cell_of_the_table_holds() {
+    for index in 0..states().len() {
+        for rounds in [0, LAST, LAST + 1, u32::MAX] {
+            for (kind, input) in inputs() {
+                check_cell(machine(rounds, states().swap_remove(index)), kind, input);
+            }
+        }
+    }
+}
+
+fn check_cell(mut destination: Destination, kind: Kind, input: Input) {
+    let from = destination.phase();
+    let promised = destination.fate(ID);
+    let told = format!("{from:?} {kind:?} after {} rounds", destination.rounds);
+    let complete = matches!(
+        (&destination.state, &input),
+        (State::Committing { load: Load::Loaded, .. }, _)
+            | (State::Armed { load: Load::Loaded, .. }, _)
+            | (
+                State::Committing { load: Load::Loading, .. },
+                Input::Event(DestinationEvent::StateLoaded { .. })
+            )
+    );
+    destination.advance(T0, kind, input);
+    let to = destination.phase();
+
+    let is_start = |action: &&DestinationAction| matches!(action, DestinationAction::Start { .. });
+    let starts = destination.actions.iter().filter(is_start).count();
+    assert_eq!(starts, usize::from(to == DestinationPhase::Starting && from != to), "{told}");
+    if starts == 1 {
+        assert!(complete && destination.rounds > LAST, "{told} started too early");
+    }
+    match promised {
+        Fate::Abandoned | Fate::Committed => assert_eq!(destination.fate(ID), promised, "{told}"),
+        Fate::Unknown | Fate::Pending => {}
+    }
+    let finished = destination
+        .actions
+        .iter()
+        .filter(|action| matches!(action, DestinationAction::Finish(_)))
+        .count();
+    assert_eq!(finished, usize::from(to.is_over() && to != from), "{told} led to {to:?}");
+    if reaction(from, kind) == Reaction::Ignore {
+        assert!(to == from && destination.actions.is_empty(), "{told} is to be ignored");
+    }
+}
+
+fn actions(destination: &mut Destination) -> Vec<DestinationAction> {
+    core::iter::from_fn(|| destination.poll_action()).collect()
+}
+
+#[test]
+fn a_commit_waits_for_pages_and_state() {
+    for pages_first in [false, true] {
+        let mut destination = machine(LAST, committing(Load::Loading));
+        let pages = DestinationEvent::RoundReceived { round: LAST };
+        let state = DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 };
+        let [first, second] = if pages_first { [pages, state] } else { [state, pages] };
+        destination.on_event(T0, first);
+        assert_eq!(destination.fate(ID), Fate::Pending);
+        assert!(actions(&mut destination).is_empty());
+        destination.on_event(T0, second);
+        assert!(matches!(
+            actions(&mut destination)[..],
+            [DestinationAction::Start { running: true, .. }]
+        ));
+        assert_eq!(destination.fate(ID), Fate::Committed);
+    }
+}
+
+#[test]
+fn an_incomplete_commit_is_refused_for_ever() {
+    for event in [
+        DestinationEvent::LoadFailed { reason: reason() },
+        DestinationEvent::ChannelLost { last_barrier: Some(LAST - 1), reason: reason() },
+        DestinationEvent::ChannelLost { last_barrier: None, reason: reason() },
+        DestinationEvent::Received(Control::Abandon(Abandon::because("?"))),
+    ] {
+        let mut destination = machine(LAST, committing(Load::Loading));
+        destination.on_event(T0, event);
+        assert!(matches!(
+            actions(&mut destination)[..],
+            [
+                DestinationAction::Send(Control::CommitRefused(_)),
+                DestinationAction::Discard,
+                DestinationAction::Finish(_),
+            ]
+        ));
+        let state = DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 };
+        destination.on_event(T0, state);
+        destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
+        assert!(actions(&mut destination).is_empty());
+        assert_eq!(destination.fate(ID), Fate::Abandoned);
+        assert_eq!(destination.into_ledger().fate(ID), Fate::Abandoned);
+    }
+}
+
+#[test]
+fn a_lost_connection_does_not_stop_a_committed_guest() {
+    let mut destination = machine(LAST, committing(Load::Loaded));
+    destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
+    let lost = DestinationEvent::ChannelLost { last_barrier: Some(LAST), reason: reason() };
+    destination.on_event(T0, lost);
+    destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
+    assert_eq!(destination.phase(), DestinationPhase::Starting);
+    destination.on_event(T0, DestinationEvent::Started { at: T0 });
+    assert_eq!(destination.phase(), DestinationPhase::Arrived);
+}
+
+/// The source sent everything and died. Its data channels are seen to end before its last
+/// messages are read.
+#[test]
+fn channels_lost_before_the_last_messages_are_read_may_have_done_their_work() {
+    let mut destination = machine(LAST, State::Receiving { rehearsing: false, lost: None });
+    destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
+    for _ in 0..2 {
+        let last_barrier = Some(LAST);
+        let lost = DestinationEvent::ChannelLost { last_barrier, reason: reason() };
+        destination.on_event(T0, lost);
+    }
+    let soon = SwitchoverSoon { last_round: LAST };
+    let saved = SavedState { bytes: vec![1] };
+    for message in
+        [Control::SwitchoverSoon(soon), Control::FinalState(saved), Control::Commit(commit())]
+    {
+        destination.on_event(T0, DestinationEvent::Received(message));
+    }
+    destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
+    destination.on_event(T0, DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 });
+    assert_eq!(destination.phase(), DestinationPhase::Starting);
+}
+
+#[test]
+fn a_channel_lost_too_early_is_noticed_in_time() {
+    let mut destination = machine(LAST, State::Receiving { rehearsing: false, lost: None });
+    let last_barrier = Some(LAST - 1);
+    destination.on_event(T0, DestinationEvent::ChannelLost { last_barrier, reason: reason() });
+    let at = destination.poll_timeout().unwrap();
+    assert_eq!(at, T0.after(limits::LOST_CHANNEL_GRACE));
+    destination.on_timeout(at);
+    assert_eq!(destination.phase(), DestinationPhase::Abandoned);
+}
+
+#[test]
+fn a_migration_is_tried_once() {
+    let mut destination = machine(0, State::Building);
+    destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
+    let config = DestinationConfig { token: [9; 16], boot_id: [0; 16] };
+    let mut second = Destination::new(T0, config, destination.into_ledger());
+    second.on_event(T0, DestinationEvent::Received(Control::Setup(setup(ID))));
+    assert_eq!(second.phase(), DestinationPhase::Abandoned);
+    assert_eq!(second.fate(ID), Fate::Abandoned);
+    let mut third = Destination::new(T0, config, second.into_ledger());
+    let other = MigrationId([8; 16]);
+    third.on_event(T0, DestinationEvent::Received(Control::Setup(setup(other))));
+    assert_eq!(third.fate(other), Fate::Pending);
+}
+
+#[test]
+fn pings_are_answered_while_the_machine_is_built() {
+    let mut destination = machine(0, State::Building);
+    destination.on_event(T0, DestinationEvent::Received(Control::Ping(Ping { sent_ns: 5 })));
+    let told = actions(&mut destination);
+    let [DestinationAction::Send(Control::Pong(pong))] = &told[..] else { panic!("{told:?}") };
+    assert_eq!((pong.sent_ns, pong.answered_ns), (5, T0.0));
+}
+
+#[test]
+fn a_machine_built_too_late_is_dropped() {
+    let mut destination = machine(0, State::Building);
+    destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
+    actions(&mut destination);
+    destination.on_event(T0, DestinationEvent::Built);
+    assert!(matches!(actions(&mut destination)[..], [DestinationAction::Discard]));
+}

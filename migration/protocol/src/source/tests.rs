@@ -1,0 +1,379 @@
+//! The source alone: its table, every cell of it, and the fate of the permit.
+
+use super::state::{Given, Held, State};
+use super::table::{KINDS, Kind, PHASES, fallback, reaction};
+use super::{
+    Decision, Input, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
+};
+use crate::reaction::{Reaction, print_table};
+use crate::{Doubt, Failure, RunPermit, limits};
+use core::time::Duration;
+use martlet_units::Instant;
+use martlet_wire::control::{
+    Abandon, Alive, Answer, Committed, Control, Digest, Fate, InstanceId, MigrationId, Pong,
+    Rehearsed, RoundReceived, STATE_BYTES_MAX, Setup, SetupDone, WireRange,
+};
+
+const T0: Instant = Instant(1_000_000_000);
+const HERE: InstanceId = InstanceId([1; 16]);
+const ELSEWHERE: InstanceId = InstanceId([2; 16]);
+
+fn config(verify: bool) -> SourceConfig {
+    SourceConfig {
+        setup: Setup {
+            migration: MigrationId([7; 16]),
+            regions: vec![WireRange { start_gfn: 0, pages: 16 }],
+            machine: Vec::new(),
+            channels: 2,
+            boot_id: [0; 16],
+        },
+        verify,
+        downtime_limit: Duration::from_millis(300),
+    }
+}
+
+fn done() -> SetupDone {
+    SetupDone { instance: HERE, token: [9; 16], boot_id: [0; 16] }
+}
+
+fn held() -> Held {
+    Held { permit: RunPermit::for_new_guest(), running: true }
+}
+
+fn given() -> Given {
+    Given { permit: RunPermit::for_new_guest().give_away(), running: true }
+}
+
+fn committed() -> Committed {
+    Committed { commit_ns: 1, ready_ns: 2, started_ns: 3 }
+}
+
+/// Every state with every combination of what it waits for.
+fn states() -> Vec<State> {
+    let flags = [(false, false), (false, true), (true, false)];
+    let mut states = vec![State::SettingUp];
+    for (connected, accepted) in flags {
+        states.push(State::Connecting { connected, accepted });
+    }
+    for (sent, received) in flags {
+        states.push(State::Sending { round: 4, sent, received });
+    }
+    for saved in [false, true] {
+        states.push(State::Rehearsing { round: 4, saved });
+    }
+    states.push(State::Deciding { round: 4 });
+    states.push(State::Deciding { round: u32::MAX });
+    states.push(State::Pausing { last_round: 5 });
+    for (pages_sent, state_sent) in flags {
+        states.push(State::Switching { held: held(), last_round: 5, pages_sent, state_sent });
+    }
+    for (ours, theirs) in [(None, None), (Some([3; 32]), None), (None, Some([3; 32]))] {
+        states.push(State::Comparing { held: held(), last_round: 5, ours, theirs });
+    }
+    states.push(State::Committing { given: given() });
+    states.push(State::Undecided { given: given() });
+    for failure in [Failure::Silence, Failure::Cancelled { reason: String::new() }] {
+        states.push(State::Withdrawing { failure });
+    }
+    states.push(State::Confirming { committed: committed() });
+    states.extend([State::Completed, State::Failed, State::Cancelled]);
+    states
+}
+
+fn some_reason() -> String {
+    "a reason".to_owned()
+}
+
+/// Inputs of every kind, with right and wrong values.
+fn inputs() -> Vec<(Kind, Input)> {
+    let message = |message| SourceEvent::Received(message);
+    let why = Abandon::because("a reason");
+    let mut events = vec![
+        message(Control::SetupDone(done())),
+        message(Control::ChannelsReady),
+        message(Control::Rehearsed(Rehearsed { load_ns: 1, start_ns: 1 })),
+        message(Control::Committed(committed())),
+        message(Control::CommitRefused(why.clone())),
+        message(Control::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 0 })),
+        message(Control::Abandon(why)),
+        message(Control::Pong(Pong { sent_ns: 0, answered_ns: 0 })),
+        message(Control::AskDigest),
+        SourceEvent::ChannelsConnected,
+        SourceEvent::Rehearsed { state: vec![1] },
+        SourceEvent::Decided(Decision::NextRound),
+        SourceEvent::Decided(Decision::RehearseAgain),
+        SourceEvent::Decided(Decision::Switchover),
+        SourceEvent::StateSaved { bytes: vec![1] },
+        SourceEvent::ControlLost { reason: some_reason() },
+        SourceEvent::ChannelLost { reason: some_reason() },
+        SourceEvent::HostFailed { reason: some_reason() },
+        SourceEvent::Cancel { reason: some_reason() },
+    ];
+    for round in [3, 4, 5] {
+        events.push(message(Control::RoundReceived(RoundReceived { round })));
+        events.push(SourceEvent::RoundSent { round });
+        events.push(SourceEvent::LastRoundSent { round });
+    }
+    for digest in [[3; 32], [4; 32]] {
+        events.push(message(Control::Digest(Digest { digest })));
+        events.push(SourceEvent::OwnDigest(digest));
+    }
+    for running in [true, false] {
+        events.push(SourceEvent::Paused { permit: RunPermit::for_new_guest(), running });
+    }
+    for instance in [HERE, ELSEWHERE] {
+        for fate in [Fate::Unknown, Fate::Committed, Fate::Abandoned, Fate::Pending] {
+            events.push(SourceEvent::Fate(Answer { instance, fate }));
+        }
+    }
+    let mut inputs: Vec<(Kind, Input)> =
+        events.into_iter().map(|event| (Kind::of(&event), Input::Event(event))).collect();
+    inputs.push((Kind::Silence, Input::Silence));
+    inputs.push((Kind::Deadline, Input::Deadline { limit: Duration::from_secs(1) }));
+    inputs
+}
+
+/// A machine in some state, past its setup.
+fn machine(verify: bool, state: State) -> Source {
+    let mut source = Source::new(T0, config(verify));
+    source.actions.clear();
+    source.peer = Some(done());
+    source.state = state;
+    source
+}
+
+/// Permits in the machine and on their way out of it, alive or inert.
+fn permits(source: &Source) -> usize {
+    let inside = match source.state {
+        State::Switching { .. }
+        | State::Comparing { .. }
+        | State::Committing { .. }
+        | State::Undecided { .. } => 1,
+        _ => 0,
+    };
+    let resumed = |action: &&SourceAction| matches!(action, SourceAction::Resume { .. });
+    inside + source.actions.iter().filter(resumed).count()
+}
+
+#[test]
+fn the_table_is_as_reviewed() {
+    insta::assert_snapshot!(print_table(&PHASES, &KINDS, reaction, fallback));
+}
+
+#[test]
+fn all_states_and_kinds_are_tried() {
+    for phase in PHASES {
+        assert!(states().iter().any(|state| state.phase() == phase), "{phase:?}");
+    }
+    for kind in KINDS {
+        assert!(inputs().iter().any(|(of, _)| *of == kind), "{kind:?}");
+    }
+}
+
+/// Every input in every state: the machine obeys its table, loses no permit, and says exactly once
+/// that it is over.
+#[test]
+fn every_cell_of_the_table_holds() {
+    for index in 0..states().len() {
+        for (kind, input) in inputs() {
+            for verify in [false, true] {
+                let state = states().swap_remove(index);
+                let input = match &input {
+                    Input::Event(event) => Input::Event(copy(event)),
+                    Input::Silence => Input::Silence,
+                    Input::Deadline { limit } => Input::Deadline { limit: *limit },
+                };
+                check_cell(machine(verify, state), kind, input);
+            }
+        }
+    }
+}
+
+/// Events hold permits and so can't be cloned; a test may make more guests.
+fn copy(event: &SourceEvent) -> SourceEvent {
+    match event {
+        SourceEvent::Received(message) => SourceEvent::Received(message.clone()),
+        SourceEvent::ControlLost { .. } => SourceEvent::ControlLost { reason: some_reason() },
+        SourceEvent::ChannelsConnected => SourceEvent::ChannelsConnected,
+        SourceEvent::ChannelLost { .. } => SourceEvent::ChannelLost { reason: some_reason() },
+        SourceEvent::RoundSent { round } => SourceEvent::RoundSent { round: *round },
+        SourceEvent::Rehearsed { state } => SourceEvent::Rehearsed { state: state.clone() },
+        SourceEvent::Decided(decision) => SourceEvent::Decided(*decision),
+        SourceEvent::Paused { running, .. } => {
+            SourceEvent::Paused { permit: RunPermit::for_new_guest(), running: *running }
+        }
+        SourceEvent::LastRoundSent { round } => SourceEvent::LastRoundSent { round: *round },
+        SourceEvent::StateSaved { bytes } => SourceEvent::StateSaved { bytes: bytes.clone() },
+        SourceEvent::OwnDigest(digest) => SourceEvent::OwnDigest(*digest),
+        SourceEvent::HostFailed { .. } => SourceEvent::HostFailed { reason: some_reason() },
+        SourceEvent::Cancel { .. } => SourceEvent::Cancel { reason: some_reason() },
+        SourceEvent::Fate(answer) => SourceEvent::Fate(*answer),
+    }
+}
+
+fn check_cell(mut source: Source, kind: Kind, input: Input) {
+    let from = source.phase();
+    let had = permits(&source);
+    let brings = matches!(input, Input::Event(SourceEvent::Paused { .. }));
+    let told = format!("{from:?} {kind:?}");
+    source.advance(T0, kind, input);
+    let to = source.phase();
+
+    let gone = matches!(to, SourcePhase::Confirming | SourcePhase::Completed);
+    let second = brings && (had == 1 || gone);
+    let expected =
+        if gone || second { had.min(permits(&source)) } else { had + usize::from(brings) };
+    assert_eq!(permits(&source), expected, "{told} led to {to:?}");
+
+    let finished =
+        source.actions.iter().filter(|action| matches!(action, SourceAction::Finish(_))).count();
+    let answered = kind == Kind::Fate && from == SourcePhase::Undecided;
+    let ended = to.is_over() && to != from;
+    assert_eq!(finished, usize::from(ended || answered), "{told} led to {to:?}");
+    if reaction(from, kind) == Reaction::Ignore {
+        assert!(to == from && source.actions.is_empty(), "{told} is to be ignored");
+    }
+    let committing =
+        source.actions.iter().any(|a| matches!(a, SourceAction::Send(Control::Commit(_))));
+    assert_eq!(committing, to == SourcePhase::Committing && from != to, "{told}");
+    let resuming = source.actions.iter().any(|a| matches!(a, SourceAction::Resume { .. }));
+    assert!(!(committing && resuming), "{told}");
+}
+
+fn actions(source: &mut Source) -> Vec<SourceAction> {
+    core::iter::from_fn(|| source.poll_action()).collect()
+}
+
+fn undecided() -> Source {
+    let mut source = machine(false, State::Committing { given: given() });
+    source.on_event(T0, SourceEvent::ControlLost { reason: some_reason() });
+    source
+}
+
+#[test]
+fn undecided_stays_so_until_something_is_proved() {
+    let mut source = undecided();
+    assert_eq!(source.phase(), SourcePhase::Undecided);
+    let told = actions(&mut source);
+    let [SourceAction::Finish(SourceOutcome::Undecided { reason })] = &told[..] else {
+        panic!("{told:?}");
+    };
+    assert_eq!(
+        reason.to_string(),
+        "the commit was sent but not confirmed: control connection lost: a reason"
+    );
+    for (instance, fate, doubt) in [
+        (HERE, Fate::Pending, Doubt::Pending),
+        (HERE, Fate::Unknown, Doubt::Unknown),
+        (ELSEWHERE, Fate::Unknown, Doubt::OtherProcess),
+        (ELSEWHERE, Fate::Abandoned, Doubt::OtherProcess),
+        (ELSEWHERE, Fate::Committed, Doubt::OtherProcess),
+    ] {
+        source.on_event(T0, SourceEvent::Fate(Answer { instance, fate }));
+        let told = actions(&mut source);
+        let [SourceAction::Finish(SourceOutcome::Undecided { reason })] = &told[..] else {
+            panic!("{fate:?} {told:?}");
+        };
+        assert_eq!(*reason, doubt);
+    }
+    assert_eq!(source.poll_timeout(), None);
+    source.on_event(T0, SourceEvent::Cancel { reason: some_reason() });
+    assert!(actions(&mut source).is_empty());
+}
+
+fn reason_of(outcome: &SourceAction) -> Option<String> {
+    match outcome {
+        SourceAction::Finish(SourceOutcome::Failed { reason }) => Some(reason.to_string()),
+        _ => None,
+    }
+}
+
+#[test]
+fn the_destinations_promise_brings_the_guest_back() {
+    let mut source = undecided();
+    actions(&mut source);
+    source.on_event(T0, SourceEvent::Fate(Answer { instance: HERE, fate: Fate::Abandoned }));
+    let told = actions(&mut source);
+    assert!(matches!(told[0], SourceAction::Resume { running: true, .. }), "{told:?}");
+    assert_eq!(reason_of(&told[1]), Some(Failure::NeverArrived.to_string()));
+}
+
+#[test]
+fn a_commit_confirmed_late_is_confirmed() {
+    let mut source = machine(false, State::Committing { given: given() });
+    source.deadline = Some((T0, limits::COMMIT_ACK_MAX));
+    source.on_timeout(T0);
+    assert_eq!(source.phase(), SourcePhase::Undecided);
+    source.on_event(T0, SourceEvent::Received(Control::Committed(committed())));
+    assert_eq!(source.phase(), SourcePhase::Confirming);
+    let late = source.poll_timeout().unwrap();
+    assert_eq!(late, T0.after(limits::ALIVE_MAX));
+    source.on_timeout(late);
+    assert_eq!(source.phase(), SourcePhase::Completed);
+    let told = actions(&mut source);
+    assert!(matches!(
+        told[..],
+        [
+            SourceAction::Finish(SourceOutcome::Undecided { .. }),
+            SourceAction::MovedAway(_),
+            SourceAction::Finish(SourceOutcome::Completed { committed: Some(_), alive: None }),
+        ]
+    ));
+}
+
+#[test]
+fn a_cancel_while_pausing_waits_for_the_permit() {
+    let mut source = machine(false, State::Pausing { last_round: 5 });
+    source.on_event(T0, SourceEvent::Cancel { reason: some_reason() });
+    assert_eq!(source.phase(), SourcePhase::Withdrawing);
+    let told = actions(&mut source);
+    assert!(matches!(told[..], [SourceAction::Send(Control::Abandon(_))]), "{told:?}");
+    let permit = RunPermit::for_new_guest();
+    source.on_event(T0, SourceEvent::Paused { permit, running: false });
+    let told = actions(&mut source);
+    assert!(matches!(
+        told[..],
+        [
+            SourceAction::Resume { running: false, .. },
+            SourceAction::Finish(SourceOutcome::Cancelled),
+        ]
+    ));
+}
+
+#[test]
+fn a_silent_destination_is_noticed() {
+    let mut source = machine(false, State::Deciding { round: 0 });
+    source.deadline = None;
+    let mut pings = 0;
+    while source.phase() == SourcePhase::Deciding {
+        let now = source.poll_timeout().unwrap();
+        assert!(now <= T0.after(limits::SILENCE_MAX));
+        source.on_timeout(now);
+        pings += actions(&mut source)
+            .iter()
+            .filter(|action| matches!(action, SourceAction::Send(Control::Ping(_))))
+            .count();
+    }
+    assert_eq!(source.phase(), SourcePhase::Failed);
+    assert!((9..=10).contains(&pings), "{pings} pings");
+}
+
+#[test]
+fn deadlines_are_as_documented() {
+    let mut source = Source::new(T0, config(false));
+    source.on_timeout(T0.after(limits::SETUP_MAX));
+    let told = actions(&mut source);
+    let failed = told.iter().find_map(reason_of);
+    assert_eq!(failed.as_deref(), Some("setting up the destination took longer than 30s"));
+}
+
+#[test]
+fn a_state_too_long_to_send_fails_before_the_commit() {
+    let held = held();
+    let state = State::Switching { held, last_round: 5, pages_sent: true, state_sent: false };
+    let mut source = machine(false, state);
+    source.on_event(T0, SourceEvent::StateSaved { bytes: vec![0; STATE_BYTES_MAX + 1] });
+    let told = actions(&mut source);
+    assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
+    assert_eq!(source.phase(), SourcePhase::Failed);
+}
