@@ -150,7 +150,6 @@ impl Iterator for Runs<'_> {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "martlet is for 64-bit hosts")]
 fn word_index(page: u64) -> usize {
     (page / WORD_BITS) as usize
 }

@@ -4,6 +4,8 @@
 //! [`Receiver`] takes one in.
 
 mod destination;
+mod host;
+mod mailbox;
 mod report;
 mod source;
 mod vmm;
@@ -15,3 +17,15 @@ pub use vmm::{
     DestinationFactory, DestinationVmm, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
     VmmError,
 };
+
+/// An error and its causes as one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

@@ -2,7 +2,7 @@
 
 use crate::GuestCheck;
 use martlet_policy::Prediction;
-use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::time::Duration;
 
 /// Where a migration stands, in QEMU's words where QEMU has one.
@@ -167,4 +167,28 @@ pub struct Report {
     pub guest: Option<GuestCheck>,
     /// Whether both sides' memory was equal before the commit, if that was asked for.
     pub memory_equal: Option<bool>,
+}
+
+impl Report {
+    /// The report of an attempt that failed before anything was sent.
+    pub(crate) fn not_begun(reason: String, started: Instant) -> Report {
+        Report {
+            outcome: Outcome::Failed,
+            error: Some(reason),
+            total: martlet_transport::monotonic_now().since(started),
+            blackout: None,
+            clock_error: Duration::ZERO,
+            predicted: None,
+            phases: Phases::default(),
+            timeline: Vec::new(),
+            rounds: 0,
+            pages: PageCounts::default(),
+            bytes_sent: ByteCount(0),
+            channels: 0,
+            source_cpu: Duration::ZERO,
+            destination_cpu: None,
+            guest: None,
+            memory_equal: None,
+        }
+    }
 }

@@ -1,7 +1,14 @@
 //! Taking a guest in.
 
-use crate::DestinationFactory;
-use martlet_transport::Address;
+mod attempt;
+mod door;
+mod events;
+mod intake;
+mod shared;
+
+use crate::{DestinationFactory, host};
+use martlet_transport::{Address, Listener};
+use shared::Shared;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,9 +29,13 @@ pub enum ReceiveStatus {
 }
 
 /// Listens for one guest on threads of its own. A failed attempt frees everything it built, and
-/// the next one is taken. After the arrival it goes on to answer `resolve` queries.
+/// the next one is taken. After the arrival it goes on to answer `resolve` queries, until
+/// [`Receiver::stop`] or the process ends. All clones are the same receiver.
 #[derive(Clone)]
-pub struct Receiver {}
+pub struct Receiver {
+    shared: Arc<Shared>,
+    address: Address,
+}
 
 impl Receiver {
     /// Binds `listen` and starts listening.
@@ -32,28 +43,31 @@ impl Receiver {
         listen: &Address,
         factory: Arc<dyn DestinationFactory>,
     ) -> std::io::Result<Receiver> {
-        let _ = (listen, factory);
-        unimplemented!()
+        let listener = Listener::bind(listen)?;
+        let address = listener.address()?;
+        let shared = Arc::new(Shared::new(factory)?);
+        let door = Arc::clone(&shared);
+        host::spawn("martlet-listen", move || door::run(&listener, &door))?;
+        Ok(Receiver { shared, address })
     }
 
     /// Where it listens, with the port that was chosen.
     pub fn address(&self) -> Address {
-        unimplemented!()
+        self.address.clone()
     }
 
     /// How it stands.
     pub fn status(&self) -> ReceiveStatus {
-        unimplemented!()
+        self.shared.status()
     }
 
-    /// Waits until the status is `Arrived` or `Stopped`, at most `timeout`.
+    /// Waits until the status is `Arrived` or `Stopped`, at most `timeout`; returns the status.
     pub fn wait(&self, timeout: Duration) -> ReceiveStatus {
-        let _ = timeout;
-        unimplemented!()
+        self.shared.wait(timeout)
     }
 
     /// Stops listening; an attempt before its commit is abandoned.
     pub fn stop(&self) {
-        unimplemented!()
+        self.shared.stop();
     }
 }

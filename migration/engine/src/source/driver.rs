@@ -1,0 +1,783 @@
+//! The source's thread: does what the protocol's machine says, and tells it what came of that.
+
+use super::MigrateOptions;
+use super::events::Event;
+use super::lanes::{Lanes, Sent};
+use super::query;
+use super::shared::Shared;
+use super::switchover::{self, Moments, Remote};
+use crate::report::{Outcome, Phases, Report, Status};
+use crate::{GuestCheck, RunState, SourceVmm, VmmError, chain, host};
+use crossbeam_channel::Sender;
+use martlet_policy::{
+    self as policy, AutoConverge, Convergence, Measurements, Pacer, Prediction, RoundResult,
+    default_channels, predict,
+};
+use martlet_protocol::{
+    Decision, Failure, RunPermit, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome,
+};
+use martlet_ram::{
+    Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner, TrackError, mark_touched,
+};
+use martlet_transport::{Address, ControlLink, connect, monotonic_now, wait_any};
+use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use martlet_wire::control::{Alive, Committed, Control, MigrationId, Setup, WireRange};
+use martlet_wire::hello::Hello;
+use rustix::event::{PollFd, PollFlags};
+use std::collections::VecDeque;
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tracing::{info, warn};
+
+/// Last pages up to this many are sent by the driver itself; more are worth the lanes' wake-up.
+const LAST_PAGES_INLINE_MAX: u64 = 1024;
+
+/// How long a lane may take to accept the barrier behind its queue.
+const BARRIER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// While a round is handed out, the driver looks again this soon for room in the lanes.
+const FEED_INTERVAL: Duration = Duration::from_micros(250);
+
+/// With nothing to wait for, the driver still looks this often.
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Chunks handed out before the driver looks at its events again.
+const FEED_BURST: usize = 64;
+
+/// What a migration starts from.
+pub(super) struct Start {
+    pub(super) vmm: Arc<dyn SourceVmm>,
+    pub(super) to: Address,
+    pub(super) options: MigrateOptions,
+    pub(super) shared: Arc<Shared>,
+    pub(super) pacer: Arc<Pacer>,
+}
+
+/// The body of the migration's thread.
+pub(super) fn run(start: Start) {
+    let ram = start.vmm.ram();
+    let shared = Arc::clone(&start.shared);
+    match Driver::connect(start, &ram) {
+        Ok(driver) => driver.run(),
+        Err(reason) => {
+            warn!(%reason, "the migration failed before it began");
+            let report = Report::not_begun(reason, shared.started);
+            shared.finish(Status::Failed, report);
+        }
+    }
+}
+
+struct Driver<'ram> {
+    shared: Arc<Shared>,
+    vmm: Arc<dyn SourceVmm>,
+    ram: &'ram Arc<GuestRam>,
+    to: Address,
+    options: MigrateOptions,
+    channels: u16,
+    migration: MigrationId,
+    machine: Source,
+    control: ControlLink,
+    /// Cleared once the control connection broke: it stays readable for ever then.
+    control_open: bool,
+    lanes: Option<Lanes>,
+    /// For the last pages, which this thread may send itself.
+    batch: PageBatch<'ram>,
+    last_chunks: Vec<Chunk>,
+    sent: Arc<Sent>,
+    pacer: Arc<Pacer>,
+    tracker: Option<Box<dyn DirtySource>>,
+    dirty: Arc<RamBitmap>,
+    scanner: Scanner,
+    convergence: Convergence,
+    measured: Measurements,
+    prediction: Option<Prediction>,
+    round: Option<Round>,
+    rounds: u32,
+    last_sync: Instant,
+    /// The next round begins then.
+    rest_until: Option<Instant>,
+    /// A chunk that no lane had room for.
+    held: Option<Chunk>,
+    /// Events for the machine that came up while an action was performed.
+    pending: VecDeque<SourceEvent>,
+    moments: Option<Moments>,
+    last_heartbeat: Option<Instant>,
+    /// Both sides run on one host and so on one clock.
+    same_host: bool,
+    committed: Option<Committed>,
+    alive: Option<Alive>,
+    memory_equal: Option<bool>,
+    /// From the call to the destination's confirmation.
+    total: Option<Duration>,
+    cpu_before: Duration,
+    guest: Option<GuestCheck>,
+    outcome: Option<SourceOutcome>,
+    resolver: Option<Sender<Result<(), VmmError>>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// The guest runs.
+    PreCopy,
+    /// It is stopped.
+    Last,
+}
+
+/// A round that the lanes are sending.
+#[derive(Clone, Copy, Debug)]
+struct Round {
+    number: u32,
+    kind: Kind,
+    started: Instant,
+    pages: u64,
+    bytes_before: u64,
+    handed_out: bool,
+    barriers_left: usize,
+    /// How long it took until the destination had all of it.
+    took: Option<Duration>,
+}
+
+impl<'ram> Driver<'ram> {
+    /// Connects to the destination. The error is one line for people.
+    fn connect(start: Start, ram: &'ram Arc<GuestRam>) -> Result<Driver<'ram>, String> {
+        let Start { vmm, to, options, shared, pacer } = start;
+        let stream = connect(&to, &Hello::control()).map_err(|error| error.to_string())?;
+        let random = host::random_id().map_err(|error| format!("no random bytes: {error}"))?;
+        let migration = MigrationId(random);
+        let channels = options.channels.unwrap_or_else(|| default_channels(host::cores()));
+        let regions = ram
+            .regions()
+            .iter()
+            .map(|region| WireRange { start_gfn: region.range().start().0, pages: region.pages() });
+        let setup = Setup {
+            migration,
+            regions: regions.collect(),
+            machine: vmm.machine_description(),
+            channels,
+            boot_id: host::boot_id(),
+        };
+        let config =
+            SourceConfig { setup, verify: options.verify, downtime_limit: options.downtime_limit };
+        let auto_converge =
+            if options.auto_converge { AutoConverge::On } else { AutoConverge::Off };
+        let dirty = Arc::new(RamBitmap::new(ram));
+        let now = monotonic_now();
+        Ok(Driver {
+            machine: Source::new(now, config),
+            convergence: Convergence::new(auto_converge),
+            scanner: Scanner::new(Arc::clone(&dirty)),
+            batch: PageBatch::new(ram),
+            last_chunks: Vec::with_capacity(usize::try_from(LAST_PAGES_INLINE_MAX).unwrap_or(0)),
+            control: ControlLink::new(stream),
+            control_open: true,
+            lanes: None,
+            sent: Arc::default(),
+            tracker: None,
+            measured: Measurements::default(),
+            prediction: None,
+            round: None,
+            rounds: 0,
+            last_sync: now,
+            rest_until: None,
+            held: None,
+            pending: VecDeque::new(),
+            moments: None,
+            last_heartbeat: None,
+            same_host: false,
+            committed: None,
+            alive: None,
+            memory_equal: None,
+            total: None,
+            cpu_before: host::process_cpu(),
+            guest: None,
+            outcome: None,
+            resolver: None,
+            shared,
+            vmm,
+            ram,
+            to,
+            options,
+            channels,
+            migration,
+            pacer,
+            dirty,
+        })
+    }
+
+    /// Runs the attempt to its end. Afterwards the report is in `shared`.
+    pub(super) fn run(mut self) {
+        while self.outcome.is_none() {
+            self.step();
+        }
+        self.finish();
+        self.stay_for_questions();
+    }
+
+    /// Performs what is due, then waits for what comes next.
+    fn step(&mut self) {
+        loop {
+            while let Some(action) = self.machine.poll_action() {
+                self.perform(action);
+            }
+            match self.pending.pop_front() {
+                Some(event) => self.machine.on_event(monotonic_now(), event),
+                None => break,
+            }
+        }
+        self.flush_control();
+        if self.outcome.is_some() || !self.pending.is_empty() {
+            return;
+        }
+        self.hand_out();
+        self.end_rest();
+        self.publish();
+        if self.pending.is_empty() {
+            self.await_events();
+        }
+    }
+
+    fn tell(&mut self, event: SourceEvent) {
+        self.pending.push_back(event);
+    }
+
+    fn host_failed(&mut self, what: &str, error: &dyn Error) {
+        self.tell(SourceEvent::HostFailed { reason: format!("{what}: {}", chain(error)) });
+    }
+
+    fn perform(&mut self, action: SourceAction) {
+        match action {
+            SourceAction::Send(message) => self.control.queue(&message),
+            SourceAction::OpenChannels { count, token } => self.open_channels(count, token),
+            SourceAction::RunRound { round } => self.begin_round(round),
+            SourceAction::Decide => self.decide(),
+            SourceAction::Rehearse => self.rehearse(),
+            SourceAction::Pause => self.pause(),
+            SourceAction::RunLastRound { round } => self.run_last_round(round),
+            SourceAction::SaveState => self.save_state(),
+            SourceAction::ComputeDigest => match self.ram.digest() {
+                Ok(digest) => self.tell(SourceEvent::OwnDigest(digest)),
+                Err(error) => self.host_failed("cannot digest guest memory", &error),
+            },
+            SourceAction::Resume { permit, running } => self.resume(permit, running),
+            SourceAction::MovedAway(committed) => {
+                self.total = Some(monotonic_now().since(self.shared.started));
+                self.committed = Some(committed);
+                self.move_away();
+            }
+            SourceAction::Finish(outcome) => self.outcome = Some(outcome),
+        }
+    }
+
+    fn flush_control(&mut self) {
+        if let Err(error) = self.control.flush() {
+            self.lose_control(error.to_string());
+        }
+    }
+
+    fn open_channels(&mut self, count: u16, token: [u8; 16]) {
+        self.flush_control();
+        match self.connect_lanes(count, token) {
+            Ok(lanes) => {
+                self.lanes = Some(lanes);
+                self.tell(SourceEvent::ChannelsConnected);
+            }
+            Err(error) => {
+                let reason = format!("cannot open the data channels: {error}");
+                self.tell(SourceEvent::ChannelLost { reason });
+            }
+        }
+    }
+
+    fn connect_lanes(&self, count: u16, token: [u8; 16]) -> Result<Lanes, String> {
+        let mut streams = Vec::with_capacity(usize::from(count));
+        for channel in 0..count {
+            let hello = Hello::data(channel, token);
+            streams.push(connect(&self.to, &hello).map_err(|error| error.to_string())?);
+        }
+        Lanes::start(streams, self.ram, &self.sent, &self.pacer, &self.shared)
+            .map_err(|error| error.to_string())
+    }
+
+    /// Starts a round. The first one begins the tracking and sends what the guest ever touched;
+    /// a later one sends what the decision's sync found.
+    fn begin_round(&mut self, number: u32) {
+        if number == 0
+            && let Err(error) = self.begin_tracking()
+        {
+            return self.host_failed("cannot track dirty pages", &error);
+        }
+        self.open_round(number, Kind::PreCopy);
+    }
+
+    fn open_round(&mut self, number: u32, kind: Kind) {
+        self.rounds = number + 1;
+        self.round = Some(Round {
+            number,
+            kind,
+            started: monotonic_now(),
+            pages: self.dirty.count(),
+            bytes_before: self.sent.bytes.load(Ordering::Relaxed),
+            handed_out: false,
+            barriers_left: self.lanes.as_ref().map_or(0, Lanes::count),
+            took: None,
+        });
+    }
+
+    fn begin_tracking(&mut self) -> Result<(), TrackError> {
+        self.shared.set_status(Status::Active);
+        self.last_sync = monotonic_now();
+        self.tracker = Some(self.vmm.track()?);
+        let mut touched = 0;
+        for (region, (_, bitmap)) in self.ram.regions().iter().zip(self.dirty.iter()) {
+            touched += mark_touched(region, bitmap).map_err(|source| TrackError {
+                operation: format!("finding the touched pages of {}", region.range()),
+                source,
+            })?;
+        }
+        self.shared.update(|progress| progress.pages.untouched = self.ram.pages().0 - touched);
+        Ok(())
+    }
+
+    /// Hands out as much of the round as the lanes take, but not too much at once.
+    fn hand_out(&mut self) {
+        let (Some(lanes), Some(tracker), Some(round)) =
+            (&self.lanes, &mut self.tracker, &mut self.round)
+        else {
+            return;
+        };
+        if round.handed_out {
+            return;
+        }
+        for _ in 0..FEED_BURST {
+            let next = match self.held.take() {
+                Some(chunk) => Ok(Some(chunk)),
+                None => match round.kind {
+                    Kind::PreCopy => self.scanner.next(tracker.as_mut()),
+                    Kind::Last => Ok(self.scanner.next_last()),
+                },
+            };
+            match next {
+                Ok(Some(chunk)) => {
+                    if let Err(chunk) = lanes.offer(chunk) {
+                        self.held = Some(chunk);
+                        return;
+                    }
+                }
+                Ok(None) => {
+                    round.handed_out = true;
+                    lanes.barrier(round.number, BARRIER_PATIENCE);
+                    return;
+                }
+                Err(error) => return self.host_failed("cannot track dirty pages", &error),
+            }
+        }
+    }
+
+    fn end_rest(&mut self) {
+        if self.rest_until.is_some_and(|until| until <= monotonic_now()) {
+            self.rest_until = None;
+            self.tell(SourceEvent::Decided(Decision::NextRound));
+        }
+    }
+
+    fn is_handing_out(&self) -> bool {
+        self.round.is_some_and(|round| !round.handed_out)
+    }
+
+    /// Waits for a message, an event or the machine's next deadline.
+    fn await_events(&mut self) {
+        let now = monotonic_now();
+        let mut limit = IDLE_INTERVAL;
+        if let Some(at) = self.machine.poll_timeout() {
+            limit = limit.min(at.since(now));
+        }
+        if let Some(at) = self.rest_until {
+            limit = limit.min(at.since(now));
+        }
+        if self.is_handing_out() {
+            limit = if self.held.is_some() { FEED_INTERVAL } else { Duration::ZERO };
+        }
+        let mut fds = [
+            PollFd::new(self.shared.events.wake(), PollFlags::IN),
+            PollFd::new(&self.control, PollFlags::IN),
+        ];
+        let watched = if self.control_open { 2 } else { 1 };
+        if !limit.is_zero()
+            && let Err(error) = wait_any(&mut fds[..watched], limit)
+        {
+            return self.host_failed("cannot wait for events", &error);
+        }
+        while let Some(event) = self.shared.events.take() {
+            self.on_own_event(event);
+        }
+        if self.control_open {
+            self.read_control();
+        }
+        let now = monotonic_now();
+        if self.machine.poll_timeout().is_some_and(|at| at <= now) {
+            self.machine.on_timeout(now);
+        }
+    }
+
+    fn on_own_event(&mut self, event: Event) {
+        match event {
+            Event::BarrierSent { round } => {
+                let Some(current) = &mut self.round else { return };
+                if current.number == round {
+                    current.barriers_left -= 1;
+                    if current.barriers_left == 0 {
+                        match current.kind {
+                            Kind::PreCopy => self.tell(SourceEvent::RoundSent { round }),
+                            Kind::Last => self.end_last_round(round),
+                        }
+                    }
+                }
+            }
+            Event::LaneLost { reason } => self.tell(SourceEvent::ChannelLost { reason }),
+            Event::Cancel => {
+                self.tell(SourceEvent::Cancel { reason: "cancelled by its owner".to_owned() });
+            }
+            Event::Resolve { answer } => self.ask_fate(answer),
+        }
+    }
+
+    fn read_control(&mut self) {
+        loop {
+            match self.control.try_receive() {
+                Ok(Some(message)) => {
+                    self.note(&message);
+                    self.tell(SourceEvent::Received(message));
+                }
+                Ok(None) => return,
+                Err(error) => return self.lose_control(chain(&error)),
+            }
+        }
+    }
+
+    fn lose_control(&mut self, reason: String) {
+        if self.control_open {
+            self.control_open = false;
+            self.tell(SourceEvent::ControlLost { reason });
+        }
+    }
+
+    /// Takes from a message what is measured.
+    fn note(&mut self, message: &Control) {
+        match message {
+            Control::RoundReceived(received) => {
+                let sent = self.sent.bytes.load(Ordering::Relaxed);
+                if let Some(round) = &mut self.round
+                    && round.number == received.round
+                {
+                    let took = monotonic_now().since(round.started);
+                    round.took = Some(took);
+                    let bytes = ByteCount(sent - round.bytes_before);
+                    if bytes >= BANDWIDTH_SAMPLE_MIN || self.measured.bandwidth == BytesPerSec(0) {
+                        self.measured.bandwidth = BytesPerSec::measured(bytes, took);
+                    }
+                }
+            }
+            Control::SetupDone(done) => {
+                let here = host::boot_id();
+                self.same_host = done.boot_id == here && here != [0; 16];
+            }
+            Control::Rehearsed(rehearsed) => {
+                self.measured.load = Duration::from_nanos(rehearsed.load_ns);
+                self.measured.start = Duration::from_nanos(rehearsed.start_ns);
+            }
+            _ => {}
+        }
+    }
+
+    /// A round is over: what did the guest do meanwhile, and is it time?
+    fn decide(&mut self) {
+        let (Some(tracker), Some(round)) = (&mut self.tracker, self.round) else { return };
+        let before = monotonic_now();
+        if let Err(error) = tracker.sync(&self.dirty) {
+            return self.host_failed("cannot track dirty pages", &error);
+        }
+        let now = monotonic_now();
+        let since_sync = now.since(self.last_sync);
+        self.last_sync = now;
+        let dirty = PageCount(self.dirty.count());
+        self.measured.sync = now.since(before);
+        self.measured.dirty = dirty;
+        self.measured.round_trip = self.machine.round_trip().unwrap_or_default();
+        let prediction = predict(&self.measured);
+        self.prediction = Some(prediction);
+        let result = RoundResult {
+            sent: PageCount(round.pages),
+            duration: round.took.unwrap_or(since_sync),
+            dirty,
+            prediction,
+        };
+        let decision = self.convergence.after_round(&result, self.shared.downtime_limit());
+        self.shared.update(|progress| {
+            progress.dirty_pages_per_s = per_second(dirty, since_sync);
+            progress.predicted_blackout = Some(prediction.total());
+            progress.throttle_percent = self.convergence.throttle_percent();
+        });
+        match decision {
+            policy::Decision::Switchover => self.tell(SourceEvent::Decided(Decision::Switchover)),
+            policy::Decision::NextRound { throttle_percent, rest } => {
+                self.vmm.set_throttle(throttle_percent);
+                self.rest_until = Some(now.after(rest));
+            }
+        }
+    }
+
+    fn rehearse(&mut self) {
+        match self.vmm.rehearse() {
+            Ok(rehearsal) => {
+                self.measured.pause = rehearsal.pause;
+                self.measured.save = rehearsal.save;
+                self.measured.state = ByteCount(rehearsal.state.len() as u64);
+                self.tell(SourceEvent::Rehearsed { state: rehearsal.state });
+            }
+            Err(error) => self.host_failed("cannot rehearse the stop", &error),
+        }
+    }
+
+    fn pause(&mut self) {
+        // What was announced must be on its way before the guest stops.
+        self.flush_control();
+        self.shared.set_status(Status::Device);
+        let mut moments = Moments::starting(monotonic_now());
+        self.vmm.begin_pause();
+        match self.vmm.wait_paused() {
+            Ok(paused) => {
+                moments.paused = monotonic_now();
+                self.moments = Some(moments);
+                self.last_heartbeat = self.vmm.last_heartbeat();
+                let running = paused.was == RunState::Running;
+                self.tell(SourceEvent::Paused { permit: paused.permit, running });
+            }
+            Err(error) => self.host_failed("cannot stop the guest", &error),
+        }
+    }
+
+    /// The final sync and the last pages, while the vCPUs save their state.
+    fn run_last_round(&mut self, number: u32) {
+        let (Some(tracker), Some(lanes)) = (&mut self.tracker, &self.lanes) else { return };
+        if let Err(error) = tracker.sync(&self.dirty) {
+            return self.host_failed("cannot track dirty pages", &error);
+        }
+        let synced = monotonic_now();
+        if let Some(moments) = &mut self.moments {
+            moments.synced = synced;
+        }
+        let pages = self.dirty.count();
+        if pages > LAST_PAGES_INLINE_MAX {
+            self.pacer.set_rate(monotonic_now(), None);
+            return self.open_round(number, Kind::Last);
+        }
+        self.rounds = number + 1;
+        self.last_chunks.clear();
+        while let Some(chunk) = self.scanner.next_last() {
+            self.last_chunks.push(chunk);
+        }
+        match lanes.send_now(&mut self.batch, &self.last_chunks, number) {
+            Ok(()) => self.end_last_round(number),
+            Err(error) => {
+                let reason = format!("a data channel broke: {error}");
+                self.tell(SourceEvent::ChannelLost { reason });
+            }
+        }
+    }
+
+    /// All of the last pages are in the channels, with the barriers behind them. The destination
+    /// starts nothing before it has read those.
+    fn end_last_round(&mut self, number: u32) {
+        if let Some(moments) = &mut self.moments {
+            moments.pages_sent = monotonic_now();
+        }
+        self.tell(SourceEvent::LastRoundSent { round: number });
+    }
+
+    fn save_state(&mut self) {
+        match self.vmm.take_state() {
+            Ok(bytes) => {
+                if let Some(moments) = &mut self.moments {
+                    moments.state_saved = monotonic_now();
+                }
+                self.tell(SourceEvent::StateSaved { bytes });
+            }
+            Err(error) => self.host_failed("cannot save the state", &error),
+        }
+    }
+
+    /// The guest has left for good.
+    fn move_away(&mut self) {
+        if self.guest.is_none() {
+            self.guest = self.vmm.guest_check();
+            self.tracker = None;
+            self.vmm.moved_away();
+        }
+    }
+
+    /// The guest goes on here.
+    fn resume(&mut self, permit: RunPermit, running: bool) {
+        self.tracker = None;
+        self.vmm.set_throttle(0);
+        let state = if running { RunState::Running } else { RunState::Paused };
+        self.vmm.resume(permit, state);
+    }
+
+    fn publish(&self) {
+        let bytes = self.sent.bytes.load(Ordering::Relaxed);
+        let round = self.round;
+        let now = monotonic_now();
+        let remaining = match round {
+            Some(round) if !round.handed_out => {
+                PageCount(round.pages.saturating_sub(self.scanner.handed_out().0))
+            }
+            _ => self.measured.dirty,
+        };
+        self.shared.update(|progress| {
+            progress.bytes_sent = ByteCount(bytes);
+            progress.pages.normal = self.sent.normal.load(Ordering::Relaxed);
+            progress.pages.zero = self.sent.zero.load(Ordering::Relaxed);
+            progress.remaining = remaining;
+            if let Some(round) = round {
+                progress.round = round.number;
+                let elapsed = round.took.unwrap_or_else(|| now.since(round.started));
+                progress.rate =
+                    BytesPerSec::measured(ByteCount(bytes - round.bytes_before), elapsed);
+            }
+        });
+    }
+
+    /// Frees what the attempt held and writes the report.
+    fn finish(&mut self) {
+        self.publish();
+        let outcome = self.outcome.take().expect("only called with an outcome");
+        let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
+        let (status, outcome, error) = match outcome {
+            SourceOutcome::Completed { committed, alive } => {
+                self.committed = committed.or(self.committed);
+                self.alive = alive;
+                self.memory_equal = self.options.verify.then_some(true);
+                (Status::Completed, Outcome::Completed, None)
+            }
+            SourceOutcome::Failed { reason } => {
+                if reason == Failure::MemoryDiffers {
+                    self.memory_equal = Some(false);
+                }
+                (Status::Failed, Outcome::Failed, Some(chain(&reason)))
+            }
+            SourceOutcome::Cancelled => (Status::Cancelled, Outcome::Cancelled, None),
+            SourceOutcome::Undecided { reason } => {
+                (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
+            }
+        };
+        info!(?outcome, error = error.as_deref(), "the migration ended");
+        if outcome == Outcome::Completed {
+            self.move_away();
+        } else if outcome != Outcome::Undecided {
+            self.vmm.set_throttle(0);
+        }
+        self.tracker = None;
+        let report = self.report(outcome, error, total);
+        self.shared.finish(status, report);
+        if let Some(lanes) = self.lanes.take() {
+            lanes.break_all();
+            lanes.join();
+        }
+    }
+
+    fn report(&self, outcome: Outcome, error: Option<String>, total: Duration) -> Report {
+        let remote = self.remote();
+        let moments = self.moments.as_ref();
+        let phases = moments
+            .map_or_else(Phases::default, |moments| switchover::phases(moments, remote.as_ref()));
+        let measurable = outcome == Outcome::Completed && !self.options.verify;
+        let blackout = remote
+            .as_ref()
+            .filter(|_| measurable)
+            .map(|remote| switchover::blackout(self.last_heartbeat, remote, &phases));
+        let alive = remote.as_ref().and_then(|remote| remote.alive);
+        let progress = self.shared.progress(monotonic_now());
+        let sent = self.sent.bytes.load(Ordering::Relaxed) + self.control.sent_bytes();
+        Report {
+            outcome,
+            error,
+            total,
+            blackout,
+            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.error),
+            predicted: self.prediction.filter(|_| moments.is_some()),
+            phases,
+            timeline: moments.map_or_else(Vec::new, |moments| {
+                switchover::timeline(moments, self.last_heartbeat, remote.as_ref())
+            }),
+            rounds: self.rounds,
+            pages: progress.pages,
+            bytes_sent: ByteCount(sent),
+            channels: self.channels,
+            source_cpu: host::process_cpu().saturating_sub(self.cpu_before),
+            destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
+            guest: self.guest,
+            memory_equal: self.memory_equal,
+        }
+    }
+
+    /// What the destination said of the switchover.
+    fn remote(&self) -> Option<Remote> {
+        let committed = self.committed?;
+        let (offset_ns, error) = if self.same_host {
+            (0, Duration::ZERO)
+        } else {
+            let clock = self.machine.clock()?;
+            (clock.offset_ns, clock.error)
+        };
+        Some(Remote { committed, alive: self.alive, offset_ns, error })
+    }
+
+    /// An undecided migration waits here until the destination settles it.
+    fn stay_for_questions(&mut self) {
+        while self.shared.status() == Status::Undecided {
+            self.step();
+            if self.outcome.is_some() {
+                self.finish();
+            }
+            if let Some(resolver) = self.resolver.take() {
+                let _ = resolver.send(self.resolution());
+            }
+        }
+    }
+
+    fn ask_fate(&mut self, answer: Sender<Result<(), VmmError>>) {
+        match query::ask(&self.to, self.migration) {
+            Ok(fate) => {
+                self.resolver = Some(answer);
+                self.tell(SourceEvent::Fate(fate));
+            }
+            Err(reason) => {
+                let _ = answer.send(Err(unresolved(reason)));
+            }
+        }
+    }
+
+    fn resolution(&self) -> Result<(), VmmError> {
+        match self.shared.progress(monotonic_now()) {
+            progress if progress.status == Status::Undecided => {
+                let reason = progress.error.unwrap_or_else(|| "still undecided".to_owned());
+                Err(unresolved(reason))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn unresolved(reason: String) -> VmmError {
+    VmmError { action: "resolve the migration".to_owned(), reason }
+}
+
+/// Smaller rounds measure the way's latency, not its width.
+const BANDWIDTH_SAMPLE_MIN: ByteCount = ByteCount(1 << 20);
+
+fn per_second(pages: PageCount, time: Duration) -> u64 {
+    let nanos = time.as_nanos().max(1);
+    u64::try_from(u128::from(pages.0) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,16 @@
+//! What other threads tell the source's driver.
+
+use crate::VmmError;
+use crossbeam_channel::Sender;
+
+#[derive(Debug)]
+pub(super) enum Event {
+    /// One lane sent everything of a round, and the barrier behind it.
+    BarrierSent { round: u32 },
+    /// A lane can't go on.
+    LaneLost { reason: String },
+    /// The owner wants the guest to stay.
+    Cancel,
+    /// The owner wants an undecided migration settled.
+    Resolve { answer: Sender<Result<(), VmmError>> },
+}

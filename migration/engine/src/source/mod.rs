@@ -1,0 +1,128 @@
+//! Moving a guest away.
+
+mod driver;
+mod events;
+mod lanes;
+mod query;
+mod shared;
+mod switchover;
+
+use crate::report::{Progress, Report};
+use crate::{SourceVmm, VmmError, host};
+use driver::Start;
+use events::Event;
+use martlet_policy::Pacer;
+use martlet_transport::{Address, monotonic_now};
+use martlet_units::BytesPerSec;
+use shared::Shared;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How a guest is to be moved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigrateOptions {
+    /// Data channels, 1 to 128; `None` takes what suits this host's cores.
+    pub channels: Option<u16>,
+    /// The longest blackout to accept. The guest is stopped only when the predicted one fits.
+    pub downtime_limit: Duration,
+    /// A limit for the pre-copy rounds; the blackout has none.
+    pub bandwidth: Option<BytesPerSec>,
+    /// Compare both sides' memory before the commit. Lengthens the blackout a lot.
+    pub verify: bool,
+    /// Take time from the guest when it dirties memory faster than the link carries it.
+    pub auto_converge: bool,
+}
+
+impl Default for MigrateOptions {
+    fn default() -> MigrateOptions {
+        MigrateOptions {
+            channels: None,
+            downtime_limit: Duration::from_millis(300),
+            bandwidth: None,
+            verify: false,
+            auto_converge: true,
+        }
+    }
+}
+
+/// One attempt to move a guest, running on threads of its own. Dropping it does not cancel it.
+/// All clones are the same attempt.
+#[derive(Clone)]
+pub struct Migration {
+    shared: Arc<Shared>,
+    pacer: Arc<Pacer>,
+}
+
+/// How long [`Migration::resolve`] waits for the driver, which asks the destination.
+const RESOLVE_PATIENCE: Duration = Duration::from_secs(60);
+
+impl Migration {
+    /// Starts moving `vmm`'s guest to `to`. Returns at once; what goes wrong later shows in the
+    /// report.
+    ///
+    /// # Errors
+    /// If the host gives no thread or file descriptor; the guest is unharmed.
+    pub fn start(
+        vmm: Arc<dyn SourceVmm>,
+        to: &Address,
+        options: MigrateOptions,
+    ) -> std::io::Result<Migration> {
+        let now = monotonic_now();
+        let total = vmm.ram().pages();
+        let shared = Arc::new(Shared::new(now, total, options.downtime_limit)?);
+        let pacer = Arc::new(Pacer::new(now, options.bandwidth));
+        let start = Start {
+            vmm,
+            to: to.clone(),
+            options,
+            shared: Arc::clone(&shared),
+            pacer: Arc::clone(&pacer),
+        };
+        host::spawn("martlet-migrate", move || driver::run(start))?;
+        Ok(Migration { shared, pacer })
+    }
+
+    /// Asks for the guest to stay. Before the commit it stays; after it, nothing happens.
+    pub fn cancel(&self) {
+        if self.shared.begin_cancel() {
+            self.shared.events.post(Event::Cancel);
+        }
+    }
+
+    /// How it stands.
+    pub fn progress(&self) -> Progress {
+        self.shared.progress(monotonic_now())
+    }
+
+    /// Changes the limit of a running migration.
+    pub fn set_downtime_limit(&self, limit: Duration) {
+        self.shared.set_downtime_limit(limit);
+    }
+
+    /// Changes the bandwidth of a running migration; `None` lifts the limit.
+    pub fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>) {
+        self.pacer.set_rate(monotonic_now(), bandwidth);
+    }
+
+    /// The report, once it is over; `None` if `timeout` passes first.
+    pub fn wait(&self, timeout: Duration) -> Option<Report> {
+        self.shared.wait(timeout)
+    }
+
+    /// Settles an undecided migration by asking the destination. On `Ok`, [`Migration::progress`]
+    /// says `Completed` or `Failed` (the guest runs here again). `Err` says why it is still open.
+    pub fn resolve(&self) -> Result<(), VmmError> {
+        let error = |reason: &str| VmmError {
+            action: "resolve the migration".to_owned(),
+            reason: reason.to_owned(),
+        };
+        if self.shared.status() != crate::Status::Undecided {
+            return Err(error("it is not undecided"));
+        }
+        let (answer, settled) = crossbeam_channel::bounded(1);
+        self.shared.events.post(Event::Resolve { answer });
+        settled
+            .recv_timeout(RESOLVE_PATIENCE)
+            .unwrap_or_else(|_| Err(error("the destination did not answer in time")))
+    }
+}

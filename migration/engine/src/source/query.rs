@@ -1,0 +1,31 @@
+//! Asking a destination what became of a migration.
+
+use crate::chain;
+use martlet_transport::{Address, ControlLink, GreetingError, connect, monotonic_now};
+use martlet_wire::control::{Answer, Control, MigrationId, Query};
+use martlet_wire::hello::Hello;
+use std::time::Duration;
+
+/// How long the destination may take to answer.
+const ANSWER_MAX: Duration = Duration::from_secs(15);
+
+/// Asks on a connection of its own. The error is one line for people.
+pub(super) fn ask(to: &Address, migration: MigrationId) -> Result<Answer, String> {
+    let stream = connect(to, &Hello::query()).map_err(|error: GreetingError| error.to_string())?;
+    let mut link = ControlLink::new(stream);
+    link.queue(&Control::Query(Query { migration }));
+    link.flush().map_err(|error| format!("cannot ask {to}: {error}"))?;
+    let deadline = monotonic_now().after(ANSWER_MAX);
+    loop {
+        match link.try_receive() {
+            Ok(Some(Control::Answer(answer))) => return Ok(answer),
+            Ok(Some(_)) => return Err(format!("{to} answered something else")),
+            Ok(None) => {}
+            Err(error) => return Err(format!("no answer from {to}: {}", chain(&error))),
+        }
+        let left = deadline.since(monotonic_now());
+        if left.is_zero() || !link.stream().wait_readable(left).map_err(|e| e.to_string())? {
+            return Err(format!("no answer from {to} within {} s", ANSWER_MAX.as_secs()));
+        }
+    }
+}

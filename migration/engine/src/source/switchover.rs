@@ -1,0 +1,176 @@
+//! The switchover's times, and what they say about the blackout.
+
+use crate::report::{Phases, Side, Span};
+use martlet_units::Instant;
+use martlet_wire::control::{Alive, Committed};
+use std::time::Duration;
+
+/// Moments of one switchover on the source's clock, in the order in which they come.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moments {
+    pub(super) stop: Instant,
+    pub(super) paused: Instant,
+    pub(super) synced: Instant,
+    pub(super) pages_sent: Instant,
+    pub(super) state_saved: Instant,
+    pub(super) commit_sent: Instant,
+}
+
+impl Moments {
+    /// All at `stop`; each is set when it comes.
+    pub(super) fn starting(stop: Instant) -> Moments {
+        Moments {
+            stop,
+            paused: stop,
+            synced: stop,
+            pages_sent: stop,
+            state_saved: stop,
+            commit_sent: stop,
+        }
+    }
+}
+
+/// What the destination said, on its clock, and how to read that clock.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Remote {
+    pub(super) committed: Committed,
+    pub(super) alive: Option<Alive>,
+    /// Destination clock minus source clock.
+    pub(super) offset_ns: i64,
+    /// What the offset may be off by; zero on one host.
+    pub(super) error: Duration,
+}
+
+impl Remote {
+    fn here(&self, there_ns: u64) -> Instant {
+        Instant(there_ns.saturating_add_signed(self.offset_ns.saturating_neg()))
+    }
+
+    fn first_heartbeat(&self) -> Option<Instant> {
+        self.alive?.first_heartbeat_ns.map(|ns| self.here(ns))
+    }
+}
+
+/// The blackout part by part, as the source can tell.
+pub(super) fn phases(moments: &Moments, remote: Option<&Remote>) -> Phases {
+    let ready = remote.map(|remote| remote.here(remote.committed.ready_ns));
+    let started = remote.map(|remote| remote.here(remote.committed.started_ns));
+    Phases {
+        pause: moments.paused.since(moments.stop),
+        final_sync: moments.synced.since(moments.paused),
+        final_pages: moments.pages_sent.since(moments.synced),
+        cpu_state: moments.commit_sent.since(moments.pages_sent),
+        commit: ready.map_or(Duration::ZERO, |ready| ready.since(moments.commit_sent)),
+        start: ready.zip(started).map_or(Duration::ZERO, |(ready, started)| started.since(ready)),
+    }
+}
+
+/// The guest's own blackout where both hosts are one, else the phases' sum.
+pub(super) fn blackout(
+    last_heartbeat: Option<Instant>,
+    remote: &Remote,
+    phases: &Phases,
+) -> Duration {
+    if remote.error.is_zero()
+        && let (Some(last), Some(first)) = (last_heartbeat, remote.first_heartbeat())
+    {
+        return first.since(last);
+    }
+    phases.pause
+        + phases.final_sync
+        + phases.final_pages
+        + phases.cpu_state
+        + phases.commit
+        + phases.start
+}
+
+/// The picture: one bar for each thing that happened, from the last heartbeat to the first.
+pub(super) fn timeline(
+    moments: &Moments,
+    last_heartbeat: Option<Instant>,
+    remote: Option<&Remote>,
+) -> Vec<Span> {
+    let zero = moments.stop;
+    let span = |name, side, start: Instant, end: Instant| Span {
+        name,
+        side,
+        start_us: micros_between(zero, start),
+        end_us: micros_between(zero, end.max(start)),
+    };
+    let mut spans = Vec::with_capacity(10);
+    if let Some(last) = last_heartbeat {
+        spans.push(span("guest runs on", Side::Source, last, moments.stop));
+    }
+    spans.push(span("stop vCPUs", Side::Source, moments.stop, moments.paused));
+    spans.push(span("read dirty log", Side::Source, moments.paused, moments.synced));
+    spans.push(span("send last pages", Side::Source, moments.synced, moments.pages_sent));
+    spans.push(span("save state", Side::Source, moments.paused, moments.state_saved));
+    spans.push(span("send state, commit", Side::Source, moments.state_saved, moments.commit_sent));
+    if let Some(remote) = remote {
+        let [commit, ready, started] =
+            [remote.committed.commit_ns, remote.committed.ready_ns, remote.committed.started_ns]
+                .map(|ns| remote.here(ns));
+        spans.push(span("commit travels", Side::Destination, moments.commit_sent, commit));
+        spans.push(span("load state, await pages", Side::Destination, commit, ready));
+        spans.push(span("start vCPUs", Side::Destination, ready, started));
+        if let Some(first) = remote.first_heartbeat() {
+            spans.push(span("first heartbeat", Side::Destination, started, first));
+        }
+    }
+    spans
+}
+
+fn micros_between(zero: Instant, moment: Instant) -> i64 {
+    let micros = |later: Instant, earlier: Instant| {
+        i64::try_from(later.since(earlier).as_micros()).unwrap_or(i64::MAX)
+    };
+    if moment >= zero { micros(moment, zero) } else { -micros(zero, moment) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moments() -> Moments {
+        Moments {
+            stop: Instant(1_000_000),
+            paused: Instant(1_040_000),
+            synced: Instant(1_050_000),
+            pages_sent: Instant(1_080_000),
+            state_saved: Instant(1_070_000),
+            commit_sent: Instant(1_100_000),
+        }
+    }
+
+    fn remote(offset_ns: i64, error: Duration) -> Remote {
+        let there = |ns: u64| ns.saturating_add_signed(offset_ns);
+        Remote {
+            committed: Committed {
+                commit_ns: there(1_130_000),
+                ready_ns: there(1_200_000),
+                started_ns: there(1_210_000),
+            },
+            alive: Some(Alive { first_heartbeat_ns: Some(there(1_400_000)), cpu_ns: 0 }),
+            offset_ns,
+            error,
+        }
+    }
+
+    #[test]
+    fn one_host_measures_from_heartbeat_to_heartbeat() {
+        let remote = remote(0, Duration::ZERO);
+        let phases = phases(&moments(), Some(&remote));
+        let measured = blackout(Some(Instant(990_000)), &remote, &phases);
+        assert_eq!(measured, Duration::from_micros(410));
+    }
+
+    #[test]
+    fn two_hosts_sum_the_phases() {
+        let remote = remote(-777_000, Duration::from_micros(20));
+        let phases = phases(&moments(), Some(&remote));
+        assert_eq!(blackout(Some(Instant(990_000)), &remote, &phases), Duration::from_micros(210));
+        let spans = timeline(&moments(), Some(Instant(990_000)), Some(&remote));
+        assert_eq!((spans[0].start_us, spans[0].end_us), (-10, 0));
+        assert_eq!(spans.last().map(|span| span.end_us), Some(400));
+    }
+}

@@ -1,0 +1,317 @@
+//! A VMM without a hypervisor: a thread that writes pages is the guest.
+#![allow(unsafe_code, dead_code, unreachable_pub, missing_docs)]
+// UNSAFETY: the fake guest writes its memory through the region's pointers, as vCPUs do.
+
+use martlet_engine::{
+    DestinationFactory, DestinationVmm, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
+    VmmError,
+};
+use martlet_protocol::RunPermit;
+use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError};
+use martlet_transport::monotonic_now;
+use martlet_units::{Gfn, Instant, PAGE_SIZE, PageCount, PageRange};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+/// Pages of the fake guest; only the first half is ever touched.
+pub const PAGES: u64 = 8192;
+
+pub fn layout() -> Vec<PageRange> {
+    let half = PageCount(PAGES / 2);
+    vec![PageRange::try_new(Gfn(0), half).unwrap(), PageRange::try_new(Gfn(1 << 20), half).unwrap()]
+}
+
+#[derive(Default)]
+struct Core {
+    permit: Option<RunPermit>,
+    paused_by_owner: bool,
+    /// The guest's thread is outside the guest.
+    out: bool,
+}
+
+/// One machine, good for both sides.
+pub struct FakeVmm {
+    ram: Arc<GuestRam>,
+    core: Mutex<Core>,
+    changed: Condvar,
+    stop_request: AtomicBool,
+    quit: AtomicBool,
+    tracking: AtomicBool,
+    dirty: Arc<RamBitmap>,
+    heartbeat: AtomicU64,
+    first_heartbeat: AtomicU64,
+    /// The guest's registers: the number of its next write.
+    counter: AtomicU64,
+    /// Writes between two looks at the stop request.
+    pub burst: AtomicU64,
+    pub fail_load: AtomicBool,
+    pub fail_save: AtomicBool,
+}
+
+impl FakeVmm {
+    pub fn new() -> Arc<FakeVmm> {
+        let ram = Arc::new(GuestRam::create(&layout()).unwrap());
+        let vmm = Arc::new(FakeVmm {
+            dirty: Arc::new(RamBitmap::new(&ram)),
+            ram,
+            core: Mutex::new(Core { out: true, ..Core::default() }),
+            changed: Condvar::new(),
+            stop_request: AtomicBool::new(false),
+            quit: AtomicBool::new(false),
+            tracking: AtomicBool::new(false),
+            heartbeat: AtomicU64::new(0),
+            first_heartbeat: AtomicU64::new(0),
+            counter: AtomicU64::new(0),
+            burst: AtomicU64::new(4),
+            fail_load: AtomicBool::new(false),
+            fail_save: AtomicBool::new(false),
+        });
+        let guest = Arc::clone(&vmm);
+        std::thread::spawn(move || guest.guest_thread());
+        vmm
+    }
+
+    /// A guest that runs here from the start.
+    pub fn booted() -> Arc<FakeVmm> {
+        let vmm = FakeVmm::new();
+        vmm.let_run(RunPermit::for_new_guest(), RunState::Running);
+        vmm
+    }
+
+    pub fn pause_by_owner(&self) {
+        self.core.lock().unwrap().paused_by_owner = true;
+        self.stop_request.store(true, Ordering::SeqCst);
+    }
+
+    pub fn is_running(&self) -> bool {
+        let core = self.core.lock().unwrap();
+        core.permit.is_some() && !core.paused_by_owner
+    }
+
+    pub fn holds_permit(&self) -> bool {
+        self.core.lock().unwrap().permit.is_some()
+    }
+
+    pub fn writes(&self) -> u64 {
+        self.counter.load(Ordering::SeqCst)
+    }
+
+    pub fn quit(&self) {
+        self.quit.store(true, Ordering::SeqCst);
+        self.stop_request.store(true, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    fn let_run(&self, permit: RunPermit, state: RunState) {
+        let mut core = self.core.lock().unwrap();
+        core.permit = Some(permit);
+        core.paused_by_owner = state == RunState::Paused;
+        self.stop_request.store(core.paused_by_owner, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    fn guest_thread(&self) {
+        while !self.quit.load(Ordering::SeqCst) {
+            let mut core = self.core.lock().unwrap();
+            core.out = true;
+            self.changed.notify_all();
+            while core.permit.is_none()
+                || core.paused_by_owner
+                || self.stop_request.load(Ordering::SeqCst)
+            {
+                if self.quit.load(Ordering::SeqCst) {
+                    return;
+                }
+                core = self.changed.wait_timeout(core, Duration::from_millis(20)).unwrap().0;
+            }
+            core.out = false;
+            drop(core);
+            while !self.stop_request.load(Ordering::SeqCst) {
+                for _ in 0..self.burst.load(Ordering::Relaxed) {
+                    self.guest_write();
+                }
+                let now = monotonic_now().0;
+                self.heartbeat.store(now, Ordering::SeqCst);
+                let _ = self.first_heartbeat.compare_exchange(
+                    0,
+                    now,
+                    Ordering::SeqCst,
+                    Ordering::SeqCst,
+                );
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+
+    /// The guest's program: word 0 of a page counts its writes, word 1 is the write's number.
+    fn guest_write(&self) {
+        let number = self.counter.fetch_add(1, Ordering::SeqCst);
+        let page = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (PAGES / 4);
+        let region = RegionIndex(u16::try_from(number % 2).unwrap());
+        let words = self.ram.region(region).unwrap().host_ptr(page).cast::<u64>();
+        // SAFETY: two aligned words of a page of the region, which the machine keeps.
+        unsafe {
+            AtomicU64::from_ptr(words).fetch_add(1, Ordering::SeqCst);
+            AtomicU64::from_ptr(words.add(1)).store(number, Ordering::SeqCst);
+        }
+        if self.tracking.load(Ordering::SeqCst) {
+            self.dirty.region(region).set(page);
+        }
+    }
+
+    /// The sum of all pages' write counts, which must be the guest's own counter.
+    pub fn writes_in_memory(&self) -> u64 {
+        let mut sum = 0;
+        for region in self.ram.regions() {
+            for page in 0..region.pages() {
+                let mut word = [0; 8];
+                rustix::io::pread(region.fd(), &mut word[..], page * PAGE_SIZE).unwrap();
+                sum += u64::from_ne_bytes(word);
+            }
+        }
+        sum
+    }
+
+    fn wait_out(&self) {
+        let mut core = self.core.lock().unwrap();
+        while !core.out {
+            core = self.changed.wait_timeout(core, Duration::from_millis(5)).unwrap().0;
+        }
+    }
+}
+
+fn error(action: &str) -> VmmError {
+    VmmError { action: action.to_owned(), reason: "asked to fail".to_owned() }
+}
+
+struct Tracker(Arc<RamBitmap>);
+
+impl DirtySource for Tracker {
+    fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
+        for (region, bitmap) in self.0.iter() {
+            for word in 0..bitmap.word_count() {
+                into.region(region).or_word(word, bitmap.take_word(word));
+            }
+        }
+        Ok(())
+    }
+
+    fn rearm(&mut self, _: RegionIndex, _: u64, _: &[u64]) -> Result<(), TrackError> {
+        Ok(())
+    }
+}
+
+impl SourceVmm for FakeVmm {
+    fn machine_description(&self) -> Vec<u8> {
+        b"fake".to_vec()
+    }
+
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(&self.ram)
+    }
+
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+        for (_, bitmap) in self.dirty.iter() {
+            bitmap.clear_range(0..bitmap.pages());
+        }
+        self.tracking.store(true, Ordering::SeqCst);
+        Ok(Box::new(Tracker(Arc::clone(&self.dirty))))
+    }
+
+    fn rehearse(&self) -> Result<Rehearsal, VmmError> {
+        Ok(Rehearsal {
+            pause: Duration::from_micros(100),
+            save: Duration::from_micros(10),
+            state: self.counter.load(Ordering::SeqCst).to_le_bytes().to_vec(),
+        })
+    }
+
+    fn set_throttle(&self, _: u8) {}
+
+    fn begin_pause(&self) {
+        self.stop_request.store(true, Ordering::SeqCst);
+    }
+
+    fn wait_paused(&self) -> Result<Paused, VmmError> {
+        self.wait_out();
+        let mut core = self.core.lock().unwrap();
+        let permit = core.permit.take().expect("paused once");
+        let was = if core.paused_by_owner { RunState::Paused } else { RunState::Running };
+        Ok(Paused { permit, was })
+    }
+
+    fn take_state(&self) -> Result<Vec<u8>, VmmError> {
+        if self.fail_save.load(Ordering::SeqCst) {
+            return Err(error("save"));
+        }
+        Ok(self.counter.load(Ordering::SeqCst).to_le_bytes().to_vec())
+    }
+
+    fn resume(&self, permit: RunPermit, state: RunState) {
+        self.let_run(permit, state);
+    }
+
+    fn moved_away(&self) {}
+
+    fn last_heartbeat(&self) -> Option<Instant> {
+        Some(Instant(self.heartbeat.load(Ordering::SeqCst)))
+    }
+
+    fn guest_check(&self) -> Option<GuestCheck> {
+        None
+    }
+}
+
+impl DestinationVmm for FakeVmm {
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(&self.ram)
+    }
+
+    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError> {
+        let bytes: [u8; 8] = state.try_into().map_err(|_| error("load"))?;
+        if self.fail_load.load(Ordering::SeqCst) {
+            return Err(error("load"));
+        }
+        self.counter.store(u64::from_le_bytes(bytes), Ordering::SeqCst);
+        Ok(Duration::from_micros(1))
+    }
+
+    fn arm(&self, _: Duration) {}
+
+    fn start(&self, permit: RunPermit, state: RunState) {
+        self.let_run(permit, state);
+    }
+
+    fn first_heartbeat(&self) -> Option<Instant> {
+        match self.first_heartbeat.load(Ordering::SeqCst) {
+            0 => None,
+            at => Some(Instant(at)),
+        }
+    }
+}
+
+/// Builds fake machines and keeps the last one.
+#[derive(Default)]
+pub struct FakeFactory {
+    pub last: Mutex<Option<Arc<FakeVmm>>>,
+    pub fail_load: AtomicBool,
+    pub refuse: AtomicBool,
+}
+
+impl DestinationFactory for FakeFactory {
+    fn build(
+        &self,
+        machine_description: &[u8],
+        ranges: &[PageRange],
+    ) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+        assert_eq!((machine_description, ranges), (&b"fake"[..], &layout()[..]));
+        if self.refuse.load(Ordering::SeqCst) {
+            return Err(error("build"));
+        }
+        let vmm = FakeVmm::new();
+        vmm.fail_load.store(self.fail_load.load(Ordering::SeqCst), Ordering::SeqCst);
+        *self.last.lock().unwrap() = Some(Arc::clone(&vmm));
+        Ok(vmm)
+    }
+}

@@ -1,0 +1,184 @@
+//! The engine from end to end in one process, over loopback, with a guest that is a thread.
+
+mod fake;
+
+use fake::{FakeFactory, FakeVmm};
+use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status};
+use martlet_transport::{Address, connect};
+use martlet_wire::hello::Hello;
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn receiver() -> (Receiver, Arc<FakeFactory>) {
+    let factory = Arc::new(FakeFactory::default());
+    let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
+    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    (receiver, factory)
+}
+
+fn migrate(vmm: &Arc<FakeVmm>, to: &Receiver, options: MigrateOptions) -> Report {
+    let vmm = Arc::<FakeVmm>::clone(vmm);
+    let migration = Migration::start(vmm, &to.address(), options).unwrap();
+    migration.wait(PATIENCE).expect("a migration ends")
+}
+
+fn arrived(factory: &FakeFactory) -> Arc<FakeVmm> {
+    factory.last.lock().unwrap().clone().expect("a machine was built")
+}
+
+/// Stops the guest and checks that every write it ever made is in its memory.
+fn check_guest(vmm: &FakeVmm) {
+    vmm.pause_by_owner();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(vmm.writes_in_memory(), vmm.writes());
+}
+
+#[test]
+fn a_running_guest_moves() {
+    for channels in [1, 3] {
+        let (receiver, factory) = receiver();
+        let source = FakeVmm::booted();
+        std::thread::sleep(Duration::from_millis(100));
+        let options = MigrateOptions { channels: Some(channels), ..MigrateOptions::default() };
+        let report = migrate(&source, &receiver, options);
+        assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+        assert_eq!(receiver.wait(PATIENCE), ReceiveStatus::Arrived);
+        let there = arrived(&factory);
+        assert!(there.is_running() && !source.holds_permit());
+        assert_eq!(report.channels, channels);
+        assert!(report.pages.untouched >= fake::PAGES / 2, "{:?}", report.pages);
+        assert!(report.blackout.is_some() && report.rounds >= 2, "{report:?}");
+        std::thread::sleep(Duration::from_millis(20));
+        check_guest(&there);
+        assert!(there.writes() > source.writes(), "it went on there");
+        source.quit();
+        there.quit();
+    }
+}
+
+#[test]
+fn memory_is_compared_when_asked() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    let options = MigrateOptions { verify: true, ..MigrateOptions::default() };
+    let report = migrate(&source, &receiver, options);
+    assert_eq!(report.memory_equal, Some(true), "{report:?}");
+    assert_eq!(report.blackout, None);
+    check_guest(&arrived(&factory));
+}
+
+#[test]
+fn a_paused_guest_stays_paused() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    std::thread::sleep(Duration::from_millis(20));
+    source.pause_by_owner();
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    let there = arrived(&factory);
+    assert!(there.holds_permit() && !there.is_running());
+    assert_eq!(there.writes_in_memory(), source.writes());
+}
+
+#[test]
+fn many_last_pages_go_through_the_lanes() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    source.burst.store(4000, Ordering::Relaxed);
+    let options = MigrateOptions {
+        channels: Some(2),
+        downtime_limit: Duration::from_secs(20),
+        auto_converge: false,
+        ..MigrateOptions::default()
+    };
+    let report = migrate(&source, &receiver, options);
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    check_guest(&arrived(&factory));
+}
+
+#[test]
+fn a_cancelled_guest_stays_and_can_move_later() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    let vmm = Arc::<FakeVmm>::clone(&source);
+    let slow = MigrateOptions {
+        bandwidth: Some(martlet_units::BytesPerSec(1 << 20)),
+        ..MigrateOptions::default()
+    };
+    let migration = Migration::start(vmm, &receiver.address(), slow).unwrap();
+    while migration.progress().status != Status::Active {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    migration.cancel();
+    let report = migration.wait(PATIENCE).unwrap();
+    assert_eq!(report.outcome, Outcome::Cancelled, "{report:?}");
+    assert!(source.is_running());
+    while matches!(receiver.status(), ReceiveStatus::Active) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(matches!(receiver.status(), ReceiveStatus::Listening { last_error: Some(_) }));
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    check_guest(&arrived(&factory));
+}
+
+#[test]
+fn a_destination_that_cannot_load_leaves_the_guest_here() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    factory.refuse.store(true, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Failed);
+    assert!(report.error.as_deref().unwrap().contains("asked to fail"), "{report:?}");
+    factory.refuse.store(false, Ordering::SeqCst);
+    factory.fail_load.store(true, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Failed);
+    factory.fail_load.store(false, Ordering::SeqCst);
+    source.fail_save.store(true, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Failed);
+    assert!(source.is_running());
+    source.fail_save.store(false, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    check_guest(&arrived(&factory));
+}
+
+#[test]
+fn strangers_do_not_disturb() {
+    let (receiver, factory) = receiver();
+    let Address::Tcp { host, port } = receiver.address() else { unreachable!() };
+    let scan = |bytes: &[u8]| {
+        let mut stream = TcpStream::connect((host.as_str(), port)).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream
+    };
+    let _open: Vec<TcpStream> =
+        vec![scan(b""), scan(b"GET / HTTP/1.1\r\n\r\n"), scan(&[0; 64]), scan(b"\x89martlet")];
+    // A data channel without an attempt, and one with a wrong token, are turned away.
+    assert!(connect(&receiver.address(), &Hello::data(0, [1; 16])).is_err());
+    let source = FakeVmm::booted();
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    // The place is taken now.
+    assert!(connect(&receiver.address(), &Hello::control()).is_err());
+    check_guest(&arrived(&factory));
+}
+
+#[test]
+fn nobody_there_is_one_clear_line() {
+    let source = FakeVmm::booted();
+    let nowhere: Address = "unix:/nonexistent/socket".parse().unwrap();
+    let migration = Migration::start(source.clone(), &nowhere, MigrateOptions::default()).unwrap();
+    let report = migration.wait(PATIENCE).unwrap();
+    assert_eq!(report.outcome, Outcome::Failed);
+    let error = report.error.unwrap();
+    assert!(error.contains("/nonexistent/socket") && !error.contains('\n'), "{error}");
+    assert!(source.is_running());
+}
