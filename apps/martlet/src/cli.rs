@@ -1,0 +1,414 @@
+//! The command line: what may be written, and what is refused before anything is started.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use martlet_transport::Address;
+use martlet_units::{ByteCount, BytesPerSec, parse_duration};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// Longest downtime limit that is accepted. A longer one is a slip of the unit.
+pub(crate) const DOWNTIME_LIMIT_MAX: Duration = Duration::from_secs(3600);
+/// Most data channels, as in `martlet_wire::control::CHANNELS_MAX`.
+pub(crate) const CHANNELS_MAX: u16 = 128;
+/// Most runs of a demo.
+const RUNS_MAX: u32 = 100_000;
+
+/// Live migration of KVM guests with the shortest blackout that the hardware allows.
+#[derive(Debug, Parser)]
+#[command(
+    name = "martlet",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Start here:
+  martlet demo                 see a guest move between two processes of this host
+  martlet COMMAND --help       options and examples of a command"
+)]
+pub(crate) struct Cli {
+    /// What to log on stderr: error, warn, info, debug, trace, or a filter such as
+    /// martlet_engine=debug. RUST_LOG says the same; this wins.
+    #[arg(long, global = true, value_name = "FILTER")]
+    pub(crate) log: Option<String>,
+
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Boot a guest and serve its control socket.
+    #[command(after_help = "\
+Examples:
+  martlet run --control /run/vm.sock --memory 1G
+  martlet run --control /run/vm.sock --memory 4G --vcpus 2 --program fill=2G,ws=64M,rate=4/ms
+  martlet run --control /run/vm.sock --memory 2G --kernel vmlinux --cmdline console=ttyS0 \\
+              --serial stdio
+
+The control socket speaks QMP. The process stays until `quit`, SIGINT or SIGTERM.")]
+    Run(RunArgs),
+    /// Wait for a guest and become it.
+    #[command(after_help = "\
+Examples:
+  martlet receive --control /run/vm2.sock --listen tcp:0.0.0.0:4444
+  martlet receive --control /run/vm2.sock --listen unix:/run/migrate.sock
+  martlet receive --control /run/vm2.sock          then `migrate-incoming` over QMP
+
+A failed attempt is reported on stderr and the next one is awaited.")]
+    Receive(ReceiveArgs),
+    /// Move the guest behind a control socket to where a `receive` listens.
+    #[command(after_help = "\
+Examples:
+  martlet migrate --control /run/vm.sock tcp:host2:4444
+  martlet migrate --control /run/vm.sock tcp:host2:4444 --downtime-limit 5ms --bandwidth 10Gbit/s
+  martlet migrate --control /run/vm.sock tcp:host2:4444 --json --svg switchover.svg
+
+Ctrl-C cancels: the guest goes on where it was. The exit status is 0 only if the guest moved.")]
+    Migrate(MigrateArgs),
+    /// Show how a guest and its migration stand.
+    #[command(after_help = "\
+Examples:
+  martlet status --control /run/vm.sock
+  martlet status --control /run/vm.sock --json")]
+    Status(StatusArgs),
+    /// Cancel a running migration; the guest goes on where it was.
+    #[command(after_help = "Example:\n  martlet cancel --control /run/vm.sock")]
+    Cancel(ControlArgs),
+    /// Pause the guest.
+    #[command(after_help = "\
+Example:
+  martlet stop --control /run/vm.sock
+
+A paused guest can be migrated, and stays paused.")]
+    Stop(ControlArgs),
+    /// Continue a paused guest.
+    #[command(after_help = "Example:\n  martlet cont --control /run/vm.sock")]
+    Cont(ControlArgs),
+    /// End the process behind a control socket, and its guest if that is still there.
+    #[command(after_help = "Example:\n  martlet quit --control /run/vm.sock")]
+    Quit(ControlArgs),
+    /// Settle a migration whose connection broke at the commit, by asking the destination.
+    #[command(after_help = "\
+Example:
+  martlet resolve --control /run/vm.sock
+
+The guest stays stopped here until the destination has answered: either it runs there, or it
+never will and goes on here.")]
+    Resolve(ControlArgs),
+    /// Move a real guest between two processes of this host and show where the time went.
+    #[command(after_help = "\
+Examples:
+  martlet demo
+  martlet demo --memory 4G --vcpus 2 --channels 2
+  martlet demo --runs 100 --json
+  martlet demo --runs 10 --verify            compare both sides' memory before each commit
+  martlet demo --accel threads               without /dev/kvm")]
+    Demo(DemoArgs),
+}
+
+/// What runs the vCPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum AccelArg {
+    /// KVM if /dev/kvm can be used, else threads.
+    Auto,
+    /// KVM.
+    Kvm,
+    /// Threads of this process. Runs the built-in program only.
+    Threads,
+}
+
+/// How dirty pages are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TrackingArg {
+    /// What suits the accelerator.
+    Auto,
+    /// KVM's dirty log.
+    Log,
+    /// KVM's dirty ring.
+    Ring,
+}
+
+/// Where the guest's serial port goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum SerialArg {
+    /// Nowhere.
+    None,
+    /// This terminal.
+    Stdio,
+    /// A file or FIFO.
+    File(PathBuf),
+    /// A socket that one client may connect to.
+    Unix(PathBuf),
+}
+
+impl FromStr for SerialArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<SerialArg, String> {
+        let path = |p: &str| (!p.is_empty()).then(|| PathBuf::from(p));
+        match text.split_once(':') {
+            None if text == "stdio" => Some(SerialArg::Stdio),
+            None if text == "none" => Some(SerialArg::None),
+            Some(("file", p)) => path(p).map(SerialArg::File),
+            Some(("unix", p)) => path(p).map(SerialArg::Unix),
+            Some(_) | None => None,
+        }
+        .ok_or_else(|| "expected stdio, file:PATH, unix:PATH or none".to_owned())
+    }
+}
+
+/// Options of `run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// Guest memory, e.g. 512M or 4G; a multiple of the page size.
+    #[arg(long, value_name = "SIZE", value_parser = memory)]
+    pub(crate) memory: ByteCount,
+    /// Number of vCPUs.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
+    pub(crate) vcpus: u16,
+    /// The built-in guest and its load: how much memory it fills and checks, its working set,
+    /// and the pages it dirties a millisecond.
+    #[arg(long, value_name = "fill=SIZE,ws=SIZE,rate=N/ms", conflicts_with = "kernel")]
+    pub(crate) program: Option<String>,
+    /// Boot this kernel instead: a PVH ELF or a bzImage.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Initial RAM disk of the kernel.
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
+    /// Command line of the kernel.
+    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    pub(crate) cmdline: Option<String>,
+    /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
+    #[arg(long, value_name = "WHERE", default_value = "none")]
+    pub(crate) serial: SerialArg,
+    /// Leave the guest paused until `cont`.
+    #[arg(long)]
+    pub(crate) paused: bool,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
+}
+
+/// Options of `receive`.
+#[derive(Debug, Args)]
+pub(crate) struct ReceiveArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// Where to wait for the guest: tcp:ADDR:PORT (port 0 lets the host choose) or unix:PATH.
+    /// Without it, wait for `migrate-incoming` on the control socket.
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    pub(crate) listen: Option<Address>,
+    /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
+    #[arg(long, value_name = "WHERE", default_value = "none")]
+    pub(crate) serial: SerialArg,
+    #[command(flatten)]
+    pub(crate) host: HostArgs,
+}
+
+/// How this host runs a guest.
+#[derive(Debug, Args)]
+pub(crate) struct HostArgs {
+    /// What runs the vCPUs.
+    #[arg(long, value_enum, default_value_t = AccelArg::Auto)]
+    pub(crate) accel: AccelArg,
+    /// How dirty pages are found.
+    #[arg(long, value_enum, default_value_t = TrackingArg::Auto)]
+    pub(crate) dirty_tracking: TrackingArg,
+    /// Ends this process when its parent, which must be this one, has died.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(crate) parent: Option<u32>,
+}
+
+/// Options of `migrate`.
+#[derive(Debug, Args)]
+pub(crate) struct MigrateArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// Where the destination listens: tcp:HOST:PORT or unix:PATH.
+    #[arg(value_name = "ADDRESS", value_parser = address)]
+    pub(crate) to: Address,
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+    /// Limit of the pre-copy rounds, e.g. 10Gbit/s or 500MiB/s. The blackout has none.
+    #[arg(long, value_name = "RATE", value_parser = bandwidth)]
+    pub(crate) bandwidth: Option<BytesPerSec>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// What a migration and a demo share.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct TuningArgs {
+    /// Data channels, 1 to 128. Default: what suits the cores of the source's host.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(CHANNELS_MAX)))]
+    pub(crate) channels: Option<u16>,
+    /// Longest blackout to accept, up to 1h. The guest is stopped when the predicted one fits.
+    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = downtime_limit)]
+    pub(crate) downtime_limit: Duration,
+    /// Compare both sides' memory before the commit. Lengthens the stop, so that no blackout is
+    /// reported.
+    #[arg(long)]
+    pub(crate) verify: bool,
+}
+
+/// How a result is shown.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct OutputArgs {
+    /// Print the result as one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write the switchover's timeline to this file as an SVG picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}
+
+/// Options of `status`.
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// Print one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which guest.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ControlArgs {
+    /// Control socket of the guest's process.
+    #[arg(long = "control", value_name = "SOCK")]
+    pub(crate) path: PathBuf,
+}
+
+/// How the two processes of a demo are connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TransportArg {
+    /// TCP over loopback.
+    Tcp,
+    /// A Unix socket.
+    Unix,
+}
+
+/// Options of `demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Guest memory.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = memory)]
+    pub(crate) memory: ByteCount,
+    /// Number of vCPUs.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
+    pub(crate) vcpus: u16,
+    /// The guest's load. Default: half of the memory filled, 64 MiB of it written over and over.
+    #[arg(long, value_name = "fill=SIZE,ws=SIZE,rate=N/ms")]
+    pub(crate) program: Option<String>,
+    /// Move the guest this often, from process to process, and print medians and percentiles.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(RUNS_MAX)))]
+    pub(crate) runs: u32,
+    /// How the two processes are connected.
+    #[arg(long, value_enum, default_value_t = TransportArg::Tcp)]
+    pub(crate) transport: TransportArg,
+    /// What runs the vCPUs.
+    #[arg(long, value_enum, default_value_t = AccelArg::Auto)]
+    pub(crate) accel: AccelArg,
+    /// How dirty pages are found.
+    #[arg(long, value_enum, default_value_t = TrackingArg::Auto)]
+    pub(crate) dirty_tracking: TrackingArg,
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+fn memory(text: &str) -> Result<ByteCount, String> {
+    let size: ByteCount = text.parse().map_err(|e| format!("{e}"))?;
+    if size.0 == 0 {
+        return Err("a guest needs memory".to_owned());
+    }
+    if size.to_whole_pages().is_none() {
+        return Err(format!("{} bytes is not a multiple of the page size, 4096", size.0));
+    }
+    Ok(size)
+}
+
+fn vcpus(text: &str) -> Result<u16, String> {
+    match text.parse() {
+        Ok(0) => Err("a guest needs a vCPU".to_owned()),
+        Ok(count) => Ok(count),
+        Err(_) => Err("expected a number up to 65535".to_owned()),
+    }
+}
+
+fn address(text: &str) -> Result<Address, String> {
+    text.parse().map_err(|e: martlet_transport::ParseAddressError| e.to_string())
+}
+
+fn bandwidth(text: &str) -> Result<BytesPerSec, String> {
+    let rate: BytesPerSec = text.parse().map_err(|e| format!("{e}"))?;
+    if rate.0 == 0 { Err("nothing moves at a rate of 0".to_owned()) } else { Ok(rate) }
+}
+
+fn downtime_limit(text: &str) -> Result<Duration, String> {
+    let limit = parse_duration(text).map_err(|e| e.to_string())?;
+    check_downtime_limit(limit)?;
+    Ok(limit)
+}
+
+/// Refuses a limit that no migration can keep, and one above [`DOWNTIME_LIMIT_MAX`].
+pub(crate) fn check_downtime_limit(limit: Duration) -> Result<(), String> {
+    if limit.is_zero() {
+        return Err("a downtime limit of 0 can't be kept".to_owned());
+    }
+    if limit > DOWNTIME_LIMIT_MAX {
+        return Err("a downtime limit above 1h is refused".to_owned());
+    }
+    Ok(())
+}
+
+/// A clap error as one line, without its `error: `, usage and tips.
+pub(crate) fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let paragraph: Vec<&str> =
+        text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
+    let line = paragraph.join(" ");
+    line.strip_prefix("error: ").unwrap_or(&line).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        for command in Cli::command().get_subcommands() {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains("martlet "), "{} has no example", command.get_name());
+        }
+    }
+
+    #[test]
+    fn serial_ports_go_somewhere_or_are_refused() {
+        assert_eq!("stdio".parse(), Ok(SerialArg::Stdio));
+        assert_eq!("file:/a:b".parse(), Ok(SerialArg::File("/a:b".into())));
+        assert_eq!("unix:x".parse(), Ok(SerialArg::Unix("x".into())));
+        for bad in ["", "file:", "tty", "tcp:1", "stdio:"] {
+            assert!(bad.parse::<SerialArg>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn errors_take_one_line() {
+        let error = Cli::try_parse_from(["martlet", "run"]).unwrap_err();
+        let line = one_line(&error);
+        assert!(!line.contains('\n') && line.contains("--control <SOCK>"), "{line}");
+        assert!(!line.starts_with("error"), "{line}");
+    }
+}

@@ -1,0 +1,116 @@
+//! Following a migration through its control socket.
+
+use crate::failure::Failure;
+use crate::qmp::client::Client;
+use crate::report_json::ReportJson;
+use crate::snapshot::Snapshot;
+use crate::view::progress::MigrationProgress;
+use martlet_transport::Address;
+use martlet_units::BytesPerSec;
+use serde_json::{Value, json};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often progress is asked for. The end and each round are events and come at once; asking
+/// more often would take time from a switchover that goes on meanwhile.
+const ASK_INTERVAL: Duration = Duration::from_millis(100);
+/// How long after its end a migration's report may take: the destination says a last word.
+const REPORT_MAX: Duration = Duration::from_secs(10);
+/// Between two looks for a report that is not there yet.
+const REPORT_INTERVAL: Duration = Duration::from_millis(2);
+
+/// How a migration is to be done.
+#[derive(Clone, Debug)]
+pub(crate) struct Request<'a> {
+    /// Where to.
+    pub(crate) to: &'a Address,
+    /// Data channels.
+    pub(crate) channels: Option<u16>,
+    /// The longest blackout to accept.
+    pub(crate) downtime_limit: Duration,
+    /// A limit for the rounds.
+    pub(crate) bandwidth: Option<BytesPerSec>,
+    /// Compare memory before the commit.
+    pub(crate) verify: bool,
+}
+
+/// Starts a migration and follows it to its end. Each signal that `interrupts` counts asks for a
+/// cancel.
+pub(crate) fn migrate(
+    client: &mut Client,
+    request: &Request<'_>,
+    progress: &mut MigrationProgress,
+    interrupts: &AtomicU32,
+) -> Result<ReportJson, Failure> {
+    // All of them, so that what an earlier client set does not linger.
+    let limit = u64::try_from(request.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
+    client.execute(
+        "migrate-set-parameters",
+        json!({
+            "multifd-channels": request.channels.unwrap_or(0),
+            "x-downtime-limit-us": limit,
+            "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
+            "x-verify": request.verify,
+        }),
+    )?;
+    client.execute("migrate", json!({ "uri": request.to.to_string() }))?;
+    let result = follow(client, progress, interrupts);
+    progress.clear();
+    result
+}
+
+fn follow(
+    client: &mut Client,
+    progress: &mut MigrationProgress,
+    interrupts: &AtomicU32,
+) -> Result<ReportJson, Failure> {
+    let mut cancelled = false;
+    loop {
+        let event = client.next_event(ASK_INTERVAL)?;
+        // Relaxed: a number that only grows; nothing else hangs on it.
+        if interrupts.load(Ordering::Relaxed) > 0 && !cancelled {
+            cancelled = true;
+            client.execute("migrate_cancel", json!({}))?;
+        }
+        let status = event.as_ref().map(|e| (e.name.as_str(), e.data["status"].as_str()));
+        match status {
+            // The guest is stopped: every question now would make that longer.
+            Some(("STOP", _) | ("MIGRATION", Some("device"))) => continue,
+            Some(_) | None => {}
+        }
+        let snapshot = query(client)?;
+        progress.update(&snapshot);
+        if snapshot.is_final() {
+            return report(client, snapshot);
+        }
+    }
+}
+
+fn report(client: &mut Client, mut snapshot: Snapshot) -> Result<ReportJson, Failure> {
+    let deadline = Instant::now() + REPORT_MAX;
+    loop {
+        if let Some(report) = snapshot.x_martlet {
+            return Ok(report);
+        }
+        if Instant::now() >= deadline {
+            let reason = snapshot.error_desc.unwrap_or_else(|| "it left no report".to_owned());
+            return Err(Failure::Failed(format!("the migration {}: {reason}", snapshot.status)));
+        }
+        std::thread::sleep(REPORT_INTERVAL);
+        snapshot = query(client)?;
+    }
+}
+
+/// `query-migrate`.
+pub(crate) fn query(client: &mut Client) -> Result<Snapshot, Failure> {
+    read(client.execute("query-migrate", json!({}))?, "query-migrate")
+}
+
+/// A result as a type of ours; another version of martlet may answer.
+pub(crate) fn read<T: serde::de::DeserializeOwned>(
+    value: Value,
+    command: &str,
+) -> Result<T, Failure> {
+    serde_json::from_value(value)
+        .map_err(|e| Failure::because(format_args!("the answer to {command}"), &e))
+}

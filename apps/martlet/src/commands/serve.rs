@@ -1,0 +1,125 @@
+//! `run` and `receive`: a process with a guest, or one that waits for it, behind a control
+//! socket, until somebody ends it.
+
+use crate::cli::{ReceiveArgs, RunArgs};
+use crate::control::{Control, QuitCause};
+use crate::control_socket::ControlSocket;
+use crate::failure::Failure;
+use crate::qmp::server;
+use crate::{note, signals, vm};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long clients get at the end to read what was written for them.
+const FAREWELL_MAX: Duration = Duration::from_millis(500);
+
+/// `martlet run`.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    die_with_parent(args.host.parent)?;
+    let config = vm::run_config(args)?;
+    let signals = SignalDesk::open()?;
+    // Before the machine: a socket in use must be noticed before memory is filled.
+    let socket = ControlSocket::bind(&args.control.path)?;
+    let guest = vm::boot(&config, args.paused)?;
+    let info = guest.info();
+    note(format_args!(
+        "the guest runs on {}; control socket {}",
+        info.accel,
+        args.control.path.display()
+    ));
+    let control = Control::with_guest(guest);
+    serve(socket, &control, &signals)
+}
+
+/// `martlet receive`.
+pub(crate) fn receive(args: &ReceiveArgs) -> Result<(), Failure> {
+    die_with_parent(args.host.parent)?;
+    let listen = vm::listener(args)?;
+    let signals = SignalDesk::open()?;
+    let socket = ControlSocket::bind(&args.control.path)?;
+    let control = Control::waiting(listen);
+    if let Some(address) = &args.listen {
+        control.receive(address).map_err(Failure::Failed)?;
+        let address = control.incoming_address().unwrap_or_else(|| address.clone());
+        note(format_args!(
+            "waiting for a guest at {address}; control socket {}",
+            args.control.path.display()
+        ));
+    } else {
+        note(format_args!("waiting for migrate-incoming at {}", args.control.path.display()));
+    }
+    serve(socket, &control, &signals)
+}
+
+/// Serves clients until the process is to end, and ends it in order. Afterwards the control
+/// socket is gone from the file system.
+fn serve(
+    socket: ControlSocket,
+    control: &Arc<Control>,
+    signals: &SignalDesk,
+) -> Result<(), Failure> {
+    signals.serve(Arc::clone(control));
+    let listener = socket.listener().try_clone();
+    let listener = listener.map_err(|e| Failure::because("control socket", &e))?;
+    let clients = server::serve(listener, Arc::clone(control));
+    let cause = control.wait_for_quit();
+    // Gone from the file system first: whoever sees this process end may start the next one.
+    drop(socket);
+    clients.finish(FAREWELL_MAX);
+    match cause {
+        QuitCause::Command | QuitCause::Signal | QuitCause::Guest(_) => Ok(()),
+    }
+}
+
+/// Keeps the first signal until there is somebody to end, and hands all to them from then on.
+struct SignalDesk {
+    control: Arc<std::sync::Mutex<Desk>>,
+}
+
+enum Desk {
+    /// Nobody to end yet; a signal ends the process at once.
+    Starting,
+    /// This one is asked to quit.
+    Serving(Arc<Control>),
+}
+
+impl SignalDesk {
+    /// Call it before any thread exists.
+    fn open() -> Result<SignalDesk, Failure> {
+        let control = Arc::new(std::sync::Mutex::new(Desk::Starting));
+        let desk = Arc::clone(&control);
+        signals::on_termination(move |before| {
+            let desk = desk.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            match &*desk {
+                Desk::Serving(control) if before == 0 => control.request_quit(QuitCause::Signal),
+                // While starting nothing is there to be ended in order; and who asks twice does
+                // not want to wait.
+                Desk::Serving(_) | Desk::Starting => std::process::exit(EXIT_BY_SIGNAL),
+            }
+        })
+        .map_err(|e| Failure::because("cannot take signals", &e))?;
+        Ok(SignalDesk { control })
+    }
+
+    fn serve(&self, control: Arc<Control>) {
+        let mut desk = self.control.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *desk = Desk::Serving(control);
+    }
+}
+
+/// Exit status of a process ended by SIGINT, as shells count it.
+pub(crate) const EXIT_BY_SIGNAL: i32 = 128 + 2;
+
+/// Asks the kernel to end this process when its parent has died. `expected` is who that should
+/// be: if it died before we asked, we have another parent by now.
+fn die_with_parent(expected: Option<u32>) -> Result<(), Failure> {
+    let Some(expected) = expected else { return Ok(()) };
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(|e| Failure::because("cannot follow the parent process", &e))?;
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    if parent.and_then(|pid| u32::try_from(pid).ok()) == Some(expected) {
+        Ok(())
+    } else {
+        Err(Failure::Failed("the parent process is gone".to_owned()))
+    }
+}

@@ -1,0 +1,70 @@
+//! Why a command ends without success, and with which exit status.
+
+use std::error::Error;
+use std::io;
+
+/// Exit status for a command line that can't be meant.
+pub(crate) const EXIT_USAGE: u8 = 2;
+/// Exit status for everything else that went wrong.
+pub(crate) const EXIT_FAILURE: u8 = 1;
+
+/// Why a command ends without success.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    /// The command line can't be meant: exit status 2.
+    #[error("{0}")]
+    Usage(String),
+    /// It did not work: exit status 1.
+    #[error("{0}")]
+    Failed(String),
+    /// It did not work and the output already says so: exit status 1.
+    #[error("already reported")]
+    Reported,
+    /// Standard output can't be written to. A closed pipe is no error: the reader had enough.
+    #[error("cannot write to standard output: {0}")]
+    Output(#[from] io::Error),
+}
+
+impl Failure {
+    /// A failure with what was done and the whole chain of reasons behind it, in one line.
+    pub(crate) fn because(what: impl std::fmt::Display, reason: &dyn Error) -> Failure {
+        Failure::Failed(format!("{what}: {}", chain(reason)))
+    }
+}
+
+/// An error and its sources, in one line. A source that the error's own text already contains is
+/// not said twice.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        let text = source.to_string();
+        if !line.contains(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        next = source.source();
+    }
+    one_line(&line)
+}
+
+/// The text without line breaks and control characters, which a peer may have put there.
+pub(crate) fn one_line(text: &str) -> String {
+    let clean = |c: char| if c.is_control() { ' ' } else { c };
+    text.trim().chars().map(clean).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("open the kernel")]
+    struct Outer(#[source] io::Error);
+
+    #[test]
+    fn a_chain_is_one_line_without_repetition() {
+        let error = Outer(io::Error::other("no\nsuch file"));
+        assert_eq!(chain(&error), "open the kernel: no such file");
+    }
+}

@@ -1,0 +1,214 @@
+//! A pretended guest, migration and receiver, for testing what stands above them.
+
+use crate::guest::{Attempt, Guest, GuestState, Incoming, Listen, MachineInfo};
+use martlet_engine::{MigrateOptions, PageCounts, Progress, ReceiveStatus, Report, Status};
+use martlet_guest_program::GuestCounters;
+use martlet_transport::Address;
+use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+/// A look at a migration of a 1 GiB guest.
+pub(crate) fn progress(status: Status, round: u32) -> Progress {
+    Progress {
+        status,
+        elapsed: Duration::from_micros(120_500),
+        round,
+        bytes_sent: ByteCount(400 << 20),
+        rate: BytesPerSec(3_000_000_000),
+        remaining: PageCount(1000),
+        total: PageCount(1 << 18),
+        dirty_pages_per_s: 4000,
+        predicted_blackout: Some(Duration::from_micros(610)),
+        throttle_percent: 0,
+        pages: PageCounts { normal: 100_000, zero: 5, untouched: 130_000 },
+        error: None,
+    }
+}
+
+/// A migration whose course the test decides.
+pub(crate) struct FakeAttempt {
+    state: Mutex<(Progress, Option<Report>)>,
+    changed: Condvar,
+    guest: Arc<FakeGuest>,
+    pub(crate) asked: Mutex<Vec<String>>,
+}
+
+impl FakeAttempt {
+    /// The migration comes to this status and round.
+    pub(crate) fn reach(&self, status: Status, round: u32) {
+        let error = (status == Status::Failed).then(|| "the link broke".to_owned());
+        let report = status.is_final().then(|| {
+            let mut report = crate::report_json::tests::sample();
+            report.outcome = match status {
+                Status::Completed => martlet_engine::Outcome::Completed,
+                Status::Cancelled => martlet_engine::Outcome::Cancelled,
+                Status::Undecided => martlet_engine::Outcome::Undecided,
+                _ => martlet_engine::Outcome::Failed,
+            };
+            report.error.clone_from(&error);
+            report
+        });
+        *self.state.lock().unwrap() = (Progress { error, ..progress(status, round) }, report);
+        self.changed.notify_all();
+    }
+
+    fn note(&self, text: String) {
+        self.asked.lock().unwrap().push(text);
+    }
+}
+
+impl Attempt for FakeAttempt {
+    fn progress(&self) -> Progress {
+        self.state.lock().unwrap().0.clone()
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<Report> {
+        let state = self.state.lock().unwrap();
+        let (state, _) =
+            self.changed.wait_timeout_while(state, timeout, |s| s.1.is_none()).unwrap();
+        state.1.clone()
+    }
+
+    fn cancel(&self) {
+        self.note("cancel".to_owned());
+        self.reach(Status::Cancelled, 0);
+    }
+
+    fn set_downtime_limit(&self, limit: Duration) {
+        self.note(format!("limit {limit:?}"));
+    }
+
+    fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>) {
+        self.note(format!("bandwidth {bandwidth:?}"));
+    }
+
+    fn resolve(&self) -> Result<(), String> {
+        *self.guest.state.lock().unwrap() = GuestState::Running;
+        self.reach(Status::Failed, 0);
+        Ok(())
+    }
+}
+
+/// A guest that does what it is told.
+pub(crate) struct FakeGuest {
+    pub(crate) state: Mutex<GuestState>,
+    pub(crate) attempts: Mutex<Vec<(Address, MigrateOptions, Arc<FakeAttempt>)>>,
+    me: std::sync::Weak<FakeGuest>,
+}
+
+impl FakeGuest {
+    pub(crate) fn new() -> Arc<FakeGuest> {
+        Arc::new_cyclic(|me| FakeGuest {
+            state: Mutex::new(GuestState::Running),
+            attempts: Mutex::default(),
+            me: me.clone(),
+        })
+    }
+
+    /// The attempt that was started last.
+    pub(crate) fn last_attempt(&self) -> Arc<FakeAttempt> {
+        Arc::clone(&self.attempts.lock().unwrap().last().unwrap().2)
+    }
+}
+
+impl Guest for FakeGuest {
+    fn state(&self) -> GuestState {
+        self.state.lock().unwrap().clone()
+    }
+
+    fn stop(&self) -> Result<(), String> {
+        *self.state.lock().unwrap() = GuestState::Paused;
+        Ok(())
+    }
+
+    fn cont(&self) -> Result<(), String> {
+        *self.state.lock().unwrap() = GuestState::Running;
+        Ok(())
+    }
+
+    fn info(&self) -> MachineInfo {
+        MachineInfo {
+            accel: "threads",
+            dirty_tracking: "log".to_owned(),
+            memory: PageCount(1 << 18),
+            vcpus: 1,
+        }
+    }
+
+    fn check(&self) -> Option<GuestCounters> {
+        Some(GuestCounters {
+            vcpus: 1,
+            ready: true,
+            filled_pages: 1 << 17,
+            heartbeats: 3,
+            verified_pages: 10,
+            ..GuestCounters::default()
+        })
+    }
+
+    fn migrate(&self, to: &Address, options: MigrateOptions) -> Arc<dyn Attempt> {
+        let attempt = Arc::new(FakeAttempt {
+            state: Mutex::new((progress(Status::Setup, 0), None)),
+            changed: Condvar::new(),
+            guest: self.me.upgrade().unwrap(),
+            asked: Mutex::default(),
+        });
+        self.attempts.lock().unwrap().push((to.clone(), options, Arc::clone(&attempt)));
+        attempt
+    }
+
+    fn quit(&self) {
+        *self.state.lock().unwrap() = GuestState::Paused;
+    }
+}
+
+/// A receiver whose course the test decides.
+pub(crate) struct FakeIncoming {
+    pub(crate) status: Mutex<ReceiveStatus>,
+    address: Address,
+    guest: Arc<FakeGuest>,
+}
+
+impl Incoming for FakeIncoming {
+    fn address(&self) -> Address {
+        self.address.clone()
+    }
+
+    fn status(&self) -> ReceiveStatus {
+        self.status.lock().unwrap().clone()
+    }
+
+    fn wait(&self, timeout: Duration) -> ReceiveStatus {
+        std::thread::sleep(timeout.min(Duration::from_millis(1)));
+        self.status()
+    }
+
+    fn stop(&self) {
+        *self.status.lock().unwrap() = ReceiveStatus::Stopped;
+    }
+
+    fn guest(&self) -> Option<Arc<dyn Guest>> {
+        (self.status() == ReceiveStatus::Arrived).then(|| Arc::clone(&self.guest) as _)
+    }
+}
+
+/// Opens pretended receivers; port 1 is taken.
+#[derive(Default)]
+pub(crate) struct FakeListen {
+    pub(crate) opened: Mutex<Vec<Arc<FakeIncoming>>>,
+}
+
+impl Listen for FakeListen {
+    fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>> {
+        if matches!(address, Address::Tcp { port: 1, .. }) {
+            return Err(io::Error::from(io::ErrorKind::AddrInUse));
+        }
+        let status = Mutex::new(ReceiveStatus::Listening { last_error: None });
+        let guest = FakeGuest::new();
+        let incoming = Arc::new(FakeIncoming { status, address: address.clone(), guest });
+        self.opened.lock().unwrap().push(Arc::clone(&incoming));
+        Ok(incoming)
+    }
+}

@@ -1,0 +1,95 @@
+//! What the control socket needs of a guest, a migration and a receiver. `vm` implements it with
+//! a real machine and the engine; the tests of the socket with a pretended one.
+
+use martlet_engine::{MigrateOptions, Progress, ReceiveStatus, Report};
+use martlet_guest_program::GuestCounters;
+use martlet_transport::Address;
+use martlet_units::{BytesPerSec, PageCount};
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How a guest stands that is in this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum GuestState {
+    /// vCPUs run.
+    Running,
+    /// Paused by its owner.
+    Paused,
+    /// It shut itself down or asked for a reset, and can't go on.
+    Ended {
+        /// What it asked for.
+        cause: EndCause,
+    },
+    /// It can't go on.
+    Crashed {
+        /// Why, in one line.
+        reason: String,
+    },
+}
+
+/// Why a guest ended itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EndCause {
+    /// It asked for a reset.
+    Reset,
+    /// It shut down.
+    Shutdown,
+}
+
+/// What a guest is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct MachineInfo {
+    /// `kvm` or `threads`.
+    pub(crate) accel: &'static str,
+    /// How dirty pages are found.
+    pub(crate) dirty_tracking: String,
+    /// All memory.
+    pub(crate) memory: PageCount,
+    /// vCPUs.
+    pub(crate) vcpus: u16,
+}
+
+/// A guest in this process.
+pub(crate) trait Guest: Send + Sync {
+    /// How it stands, a migration left aside.
+    fn state(&self) -> GuestState;
+    /// Pauses it. Paused already is fine. `Err` says in one line why it can't be paused now.
+    fn stop(&self) -> Result<(), String>;
+    /// Continues it. Running already is fine.
+    fn cont(&self) -> Result<(), String>;
+    /// What it is made of.
+    fn info(&self) -> MachineInfo;
+    /// What it says of itself; `None` if it is no guest that says anything.
+    fn check(&self) -> Option<GuestCounters>;
+    /// Starts moving it away. Errors show in the attempt's report.
+    fn migrate(&self, to: &Address, options: MigrateOptions) -> Arc<dyn Attempt>;
+    /// Stops its vCPUs for good: the process ends.
+    fn quit(&self);
+}
+
+/// One attempt to move a guest away; see `martlet_engine::Migration`.
+pub(crate) trait Attempt: Send + Sync {
+    fn progress(&self) -> Progress;
+    fn wait(&self, timeout: Duration) -> Option<Report>;
+    fn cancel(&self);
+    fn set_downtime_limit(&self, limit: Duration);
+    fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>);
+    fn resolve(&self) -> Result<(), String>;
+}
+
+/// Waits for a guest; see `martlet_engine::Receiver`.
+pub(crate) trait Incoming: Send + Sync {
+    fn address(&self) -> Address;
+    fn status(&self) -> ReceiveStatus;
+    fn wait(&self, timeout: Duration) -> ReceiveStatus;
+    fn stop(&self);
+    /// The guest, once the status is `Arrived`.
+    fn guest(&self) -> Option<Arc<dyn Guest>>;
+}
+
+/// Opens receivers: what a process that waits for a guest can do.
+pub(crate) trait Listen: Send + Sync {
+    /// Starts waiting at an address.
+    fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>>;
+}

@@ -1,0 +1,383 @@
+//! Arguments and results of the commands: QEMU's qapi/migration.json as far as martlet has it.
+
+use super::events::status_word;
+use crate::cli::{CHANNELS_MAX, check_downtime_limit};
+use crate::report_json::{ReportJson, ms, round_to};
+use martlet_engine::{MigrateOptions, Progress, Report, Status};
+use martlet_transport::Address;
+use martlet_units::{BytesPerSec, PAGE_SIZE};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// Arguments of a command that has none.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NoArguments {}
+
+/// Arguments of `qmp_capabilities`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Capabilities {
+    #[serde(default)]
+    pub(crate) enable: Vec<String>,
+}
+
+/// Arguments of `migrate` and `migrate-incoming`. `detach` is taken and ignored, as in QEMU.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct MigrateArguments {
+    uri: Option<String>,
+    channels: Option<Vec<MigrationChannel>>,
+    #[serde(rename = "detach")]
+    _detach: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MigrationChannel {
+    #[serde(rename = "channel-type")]
+    channel_type: String,
+    addr: MigrationAddress,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MigrationAddress {
+    transport: String,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    host: Option<String>,
+    port: Option<String>,
+    path: Option<String>,
+}
+
+impl MigrateArguments {
+    /// The address in either of the two forms.
+    pub(crate) fn address(&self) -> Result<Address, String> {
+        match (&self.uri, self.channels.as_deref()) {
+            (Some(uri), None) => parse_address(uri),
+            (None, Some([channel])) if channel.channel_type == "main" => channel.addr.address(),
+            (None, Some(_)) => Err("'channels' takes exactly one channel of type 'main'".into()),
+            (Some(_), Some(_)) | (None, None) => {
+                Err("exactly one of 'uri' and 'channels' must be given".into())
+            }
+        }
+    }
+}
+
+impl MigrationAddress {
+    fn address(&self) -> Result<Address, String> {
+        if self.transport != "socket" {
+            return Err(format!("transport '{}' is not supported", self.transport));
+        }
+        let text = match (self.kind.as_deref(), &self.host, &self.port, &self.path) {
+            (Some("inet"), Some(host), Some(port), None) if host.contains(':') => {
+                format!("tcp:[{host}]:{port}")
+            }
+            (Some("inet"), Some(host), Some(port), None) => format!("tcp:{host}:{port}"),
+            (Some("unix"), None, None, Some(path)) => format!("unix:{path}"),
+            _ => {
+                return Err(
+                    "an address is type 'inet' with host and port, or 'unix' with path".into()
+                );
+            }
+        };
+        parse_address(&text)
+    }
+}
+
+fn parse_address(text: &str) -> Result<Address, String> {
+    text.parse().map_err(|e: martlet_transport::ParseAddressError| e.to_string())
+}
+
+/// An address as QEMU's `SocketAddress`.
+pub(crate) fn socket_address(address: &Address) -> Value {
+    match address {
+        Address::Tcp { host, port } => {
+            json!({ "type": "inet", "host": host, "port": port.to_string() })
+        }
+        Address::Unix(path) => json!({ "type": "unix", "path": path.display().to_string() }),
+    }
+}
+
+/// Arguments of `migrate-set-parameters`. What is not given stays as it is.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct SetParameters {
+    /// 1 to 128; 0 lets the source choose.
+    multifd_channels: Option<u64>,
+    /// In ms.
+    downtime_limit: Option<u64>,
+    /// The same in us, for limits that ms can't say. Not together with `downtime-limit`.
+    x_downtime_limit_us: Option<u64>,
+    /// Bytes a second; 0 lifts the limit.
+    max_bandwidth: Option<u64>,
+    /// Compare memory before the commit.
+    x_verify: Option<bool>,
+}
+
+impl SetParameters {
+    /// Checks all of it, then changes `options`: an error changes nothing.
+    pub(crate) fn apply(&self, options: &mut MigrateOptions) -> Result<(), String> {
+        let mut changed = options.clone();
+        if let Some(channels) = self.multifd_channels {
+            let count =
+                u16::try_from(channels).ok().filter(|n| *n <= CHANNELS_MAX).ok_or_else(|| {
+                    format!("multifd-channels must be 1 to {CHANNELS_MAX}, or 0 for automatic")
+                })?;
+            changed.channels = (count > 0).then_some(count);
+        }
+        let limit = match (self.downtime_limit, self.x_downtime_limit_us) {
+            (Some(_), Some(_)) => {
+                return Err("downtime-limit and x-downtime-limit-us exclude each other".into());
+            }
+            (Some(ms), None) => Some(Duration::from_millis(ms)),
+            (None, us) => us.map(Duration::from_micros),
+        };
+        if let Some(limit) = limit {
+            check_downtime_limit(limit)?;
+            changed.downtime_limit = limit;
+        }
+        if let Some(rate) = self.max_bandwidth {
+            changed.bandwidth = (rate > 0).then_some(BytesPerSec(rate));
+        }
+        changed.verify = self.x_verify.unwrap_or(changed.verify);
+        *options = changed;
+        Ok(())
+    }
+}
+
+/// What `query-migrate-parameters` returns.
+pub(crate) fn parameters(options: &MigrateOptions) -> Value {
+    json!({
+        "multifd-channels": options.channels.unwrap_or(0),
+        "downtime-limit": whole_ms(options.downtime_limit),
+        "x-downtime-limit-us": u64::try_from(options.downtime_limit.as_micros()).unwrap_or(u64::MAX),
+        "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
+        "x-verify": options.verify,
+    })
+}
+
+/// Arguments of `migrate-set-capabilities`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SetCapabilities {
+    capabilities: Vec<CapabilityState>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CapabilityState {
+    capability: String,
+    state: bool,
+}
+
+/// Capabilities of QEMU that are how martlet works and can't be switched off.
+const ALWAYS_ON: [&str; 4] = ["events", "multifd", "return-path", "switchover-ack"];
+
+impl SetCapabilities {
+    /// Checks all of it, then changes `options`: an error changes nothing.
+    pub(crate) fn apply(&self, options: &mut MigrateOptions) -> Result<(), String> {
+        let mut changed = options.clone();
+        for CapabilityState { capability, state } in &self.capabilities {
+            match (capability.as_str(), state) {
+                ("auto-converge", state) => changed.auto_converge = *state,
+                (name, true) if ALWAYS_ON.contains(&name) => {}
+                (name, false) if ALWAYS_ON.contains(&name) => {
+                    return Err(format!("capability '{name}' can't be switched off"));
+                }
+                (_, false) => {}
+                (name, true) => return Err(format!("capability '{name}' is not supported")),
+            }
+        }
+        *options = changed;
+        Ok(())
+    }
+}
+
+/// What `query-migrate-capabilities` returns.
+pub(crate) fn capabilities(options: &MigrateOptions) -> Value {
+    let mut list: Vec<Value> =
+        ALWAYS_ON.iter().map(|name| json!({ "capability": name, "state": true })).collect();
+    list.push(json!({ "capability": "auto-converge", "state": options.auto_converge }));
+    Value::Array(list)
+}
+
+/// Whole milliseconds, rounded up: nothing that took time took 0 ms.
+fn whole_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
+}
+
+/// What `query-migrate` returns at the source.
+pub(crate) fn migration_info(
+    progress: &Progress,
+    setup: Option<Duration>,
+    report: Option<&Report>,
+) -> Value {
+    let mut info = Map::new();
+    info.insert("status".to_owned(), status_word(progress.status).into());
+    info.insert("total-time".to_owned(), whole_ms(progress.elapsed).into());
+    if let Some(setup) = setup {
+        info.insert("setup-time".to_owned(), whole_ms(setup).into());
+    }
+    info.insert("ram".to_owned(), ram_stats(progress));
+    match progress.status {
+        Status::Active | Status::Device => {
+            if let Some(predicted) = progress.predicted_blackout {
+                info.insert("expected-downtime".to_owned(), whole_ms(predicted).into());
+                info.insert("x-expected-downtime-ms".to_owned(), ms(predicted).into());
+            }
+        }
+        Status::Completed => {
+            if let Some(blackout) = report.and_then(|r| r.blackout) {
+                info.insert("downtime".to_owned(), whole_ms(blackout).into());
+            }
+        }
+        Status::Setup
+        | Status::Failed
+        | Status::Cancelling
+        | Status::Cancelled
+        | Status::Undecided => {}
+    }
+    if progress.throttle_percent > 0 {
+        info.insert("cpu-throttle-percentage".to_owned(), progress.throttle_percent.into());
+    }
+    if let Some(error) = &progress.error {
+        info.insert("error-desc".to_owned(), crate::failure::one_line(error).into());
+    }
+    if let Some(report) = report {
+        let report = serde_json::to_value(ReportJson::from(report)).unwrap_or(Value::Null);
+        info.insert("x-martlet".to_owned(), report);
+    }
+    Value::Object(info)
+}
+
+/// QEMU's `MigrationStats`. Postcopy and XBZRLE do not exist here, so their numbers are 0.
+fn ram_stats(progress: &Progress) -> Value {
+    #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+    let bits_per_s = progress.rate.0 as f64 * 8.0;
+    json!({
+        "transferred": progress.bytes_sent.0,
+        "remaining": progress.remaining.to_bytes().0,
+        "total": progress.total.to_bytes().0,
+        "duplicate": progress.pages.zero,
+        "normal": progress.pages.normal,
+        "normal-bytes": progress.pages.normal.saturating_mul(PAGE_SIZE),
+        "dirty-pages-rate": progress.dirty_pages_per_s,
+        "mbps": round_to(bits_per_s / 1e6, 1e3),
+        "pages-per-second": progress.rate.0 / PAGE_SIZE,
+        "dirty-sync-count": u64::from(progress.round) + 1,
+        "page-size": PAGE_SIZE,
+        "multifd-bytes": progress.bytes_sent.0,
+        "postcopy-requests": 0,
+        "x-untouched": progress.pages.untouched,
+    })
+}
+
+/// QEMU's `VersionInfo`, for `query-version` and the greeting. The numbers are martlet's own.
+pub(crate) fn version() -> Value {
+    let part = |text: &str| text.parse::<u64>().unwrap_or(0);
+    json!({
+        "qemu": {
+            "major": part(env!("CARGO_PKG_VERSION_MAJOR")),
+            "minor": part(env!("CARGO_PKG_VERSION_MINOR")),
+            "micro": part(env!("CARGO_PKG_VERSION_PATCH")),
+        },
+        "package": concat!("martlet ", env!("CARGO_PKG_VERSION")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::progress;
+
+    fn address(json: Value) -> Result<String, String> {
+        let arguments: MigrateArguments =
+            serde_json::from_value(json).map_err(|e| e.to_string())?;
+        arguments.address().map(|a| a.to_string())
+    }
+
+    #[test]
+    fn addresses_come_in_two_forms() {
+        assert_eq!(address(json!({"uri": "tcp:a:1", "detach": true})).unwrap(), "tcp:a:1");
+        let channel = |addr: Value| json!({"channels": [{"channel-type": "main", "addr": addr}]});
+        let inet = json!({"transport": "socket", "type": "inet", "host": "::1", "port": "9"});
+        assert_eq!(address(channel(inet)).unwrap(), "tcp:[::1]:9");
+        let unix = json!({"transport": "socket", "type": "unix", "path": "/s"});
+        assert_eq!(address(channel(unix)).unwrap(), "unix:/s");
+        for bad in [
+            json!({}),
+            json!({"uri": 1}),
+            json!({"uri": "exec:cat"}),
+            json!({"uri": "tcp:a:1", "channels": []}),
+            json!({"uri": "tcp:a:1", "blk": true}),
+            channel(json!({"transport": "exec", "args": ["cat"]})),
+            channel(json!({"transport": "rdma", "host": "a", "port": "1"})),
+            channel(json!({"transport": "socket", "type": "inet", "host": "a"})),
+        ] {
+            assert!(address(bad.clone()).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_parameter_changes_none() {
+        let mut options = MigrateOptions::default();
+        let set = |json: Value, options: &mut MigrateOptions| {
+            serde_json::from_value::<SetParameters>(json)
+                .map_err(|e| e.to_string())
+                .and_then(|set| set.apply(options))
+        };
+        set(json!({"multifd-channels": 4, "max-bandwidth": 1000}), &mut options).unwrap();
+        assert_eq!((options.channels, options.bandwidth), (Some(4), Some(BytesPerSec(1000))));
+        for bad in [
+            json!({"multifd-channels": 1, "downtime-limit": 0}),
+            json!({"multifd-channels": 129}),
+            json!({"downtime-limit": 3_600_001}),
+            json!({"downtime-limit": 5, "x-downtime-limit-us": 5000}),
+            json!({"downtime-limit": -1}),
+            json!({"downtime-limit": "1s"}),
+            json!({"xbzrle-cache-size": 1}),
+        ] {
+            let before = options.clone();
+            assert!(set(bad.clone(), &mut options).is_err(), "{bad}");
+            assert_eq!(options, before, "{bad}");
+        }
+        set(json!({"multifd-channels": 0, "max-bandwidth": 0}), &mut options).unwrap();
+        assert_eq!((options.channels, options.bandwidth), (None, None));
+        set(json!({"x-downtime-limit-us": 500}), &mut options).unwrap();
+        assert_eq!(options.downtime_limit, Duration::from_micros(500));
+        assert_eq!(parameters(&options)["downtime-limit"], 1);
+    }
+
+    #[test]
+    fn capabilities_say_what_martlet_is() {
+        let mut options = MigrateOptions::default();
+        let set = |name: &str, state: bool, options: &mut MigrateOptions| {
+            let json = json!({"capabilities": [{"capability": name, "state": state}]});
+            serde_json::from_value::<SetCapabilities>(json).unwrap().apply(options)
+        };
+        set("auto-converge", false, &mut options).unwrap();
+        assert!(!options.auto_converge);
+        set("multifd", true, &mut options).unwrap();
+        set("xbzrle", false, &mut options).unwrap();
+        assert!(set("multifd", false, &mut options).is_err());
+        assert!(set("postcopy-ram", true, &mut options).is_err());
+    }
+
+    #[test]
+    fn query_migrate_has_qemus_fields() {
+        let info =
+            migration_info(&progress(Status::Active, 2), Some(Duration::from_micros(1500)), None);
+        insta::assert_snapshot!(serde_json::to_string_pretty(&info).unwrap());
+    }
+
+    #[test]
+    fn a_finished_migration_carries_its_report() {
+        let report = crate::report_json::tests::sample();
+        let info = migration_info(&progress(Status::Completed, 3), None, Some(&report));
+        assert_eq!(info["downtime"], 1, "0.463 ms are rounded up");
+        assert_eq!(info["x-martlet"]["blackout_ms"], 0.463);
+    }
+}

@@ -1,0 +1,249 @@
+//! The server side of a control socket. Each client has a thread that reads and executes and one
+//! that writes, so that a client that does not read holds up nobody else.
+
+use super::dispatch::{Mode, QmpError, execute};
+use super::{LINE_BYTES_MAX, Line, read_line, schema, to_line};
+use crate::control::{Control, spawn};
+use serde_json::{Value, json};
+use std::io::{BufReader, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Most clients at once.
+pub(crate) const CLIENTS_MAX: usize = 16;
+/// Lines that wait for a client to read them.
+const OUTBOX_LINES_MAX: usize = 256;
+/// A client that takes nothing for this long is disconnected.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause after the kernel refused to accept a client (too many open files, say).
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// The clients of a control socket.
+#[derive(Debug, Default)]
+pub(crate) struct Clients {
+    streams: Mutex<Vec<(u64, Arc<UnixStream>)>>,
+    changed: Condvar,
+}
+
+impl Clients {
+    fn lock(&self) -> MutexGuard<'_, Vec<(u64, Arc<UnixStream>)>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a client in, unless there are too many.
+    fn admit(self: &Arc<Self>, id: u64, stream: &Arc<UnixStream>) -> Result<Place, QmpError> {
+        let mut streams = self.lock();
+        if streams.len() >= CLIENTS_MAX {
+            let desc = format!("there are {CLIENTS_MAX} clients already");
+            return Err(QmpError::generic(desc));
+        }
+        streams.push((id, Arc::clone(stream)));
+        Ok(Place { id, clients: Arc::clone(self) })
+    }
+
+    /// No more commands; waits until every client has what was written for it, at most `timeout`.
+    pub(crate) fn finish(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let mut streams = self.lock();
+        for (_, stream) in streams.iter() {
+            let _ = stream.shutdown(Shutdown::Read);
+        }
+        while !streams.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            streams = match self.changed.wait_timeout(streams, left) {
+                Ok((streams, _)) => streams,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+}
+
+/// A client's place among [`CLIENTS_MAX`], free again when this is dropped.
+struct Place {
+    id: u64,
+    clients: Arc<Clients>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.clients.lock().retain(|(id, _)| *id != self.id);
+        self.clients.changed.notify_all();
+    }
+}
+
+/// Serves clients of `listener` until the process ends, on threads of its own.
+pub(crate) fn serve(listener: UnixListener, control: Arc<Control>) -> Arc<Clients> {
+    let clients = Arc::new(Clients::default());
+    let ours = Arc::clone(&clients);
+    spawn("control accept", move || {
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => serve_client(stream, &control, &ours),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept a client of the control socket");
+                    thread::sleep(ACCEPT_RETRY);
+                }
+            }
+        }
+    });
+    clients
+}
+
+/// Starts the two threads of a client.
+pub(crate) fn serve_client(stream: UnixStream, control: &Arc<Control>, clients: &Arc<Clients>) {
+    static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+    // Relaxed: the numbers only have to differ.
+    let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+    let stream = Arc::new(stream);
+    if let Err(error) = stream.set_write_timeout(Some(WRITE_TIMEOUT)) {
+        tracing::warn!(%error, "cannot set a client's timeout: disconnected");
+        return;
+    }
+    let place = match clients.admit(id, &stream) {
+        Ok(place) => place,
+        Err(error) => {
+            let _ = (&*stream).write_all(to_line(&failure(&error, None)).as_bytes());
+            return;
+        }
+    };
+    let (outbox, inbox) = sync_channel(OUTBOX_LINES_MAX);
+    let control = Arc::clone(control);
+    let reading = Arc::clone(&stream);
+    spawn("control read", move || {
+        let client = Client { id, stream: reading, outbox, control };
+        client.run();
+    });
+    spawn("control write", move || {
+        write_lines(&stream, &inbox);
+        let _ = stream.shutdown(Shutdown::Both);
+        drop(place);
+    });
+}
+
+/// Writes what comes until all senders are gone or the client is.
+fn write_lines(mut stream: &UnixStream, inbox: &Receiver<Arc<str>>) {
+    for line in inbox {
+        if let Err(error) = stream.write_all(line.as_bytes()) {
+            tracing::debug!(%error, "a client of the control socket is gone");
+            return;
+        }
+    }
+}
+
+struct Client {
+    id: u64,
+    stream: Arc<UnixStream>,
+    outbox: super::events::Outbox,
+    control: Arc<Control>,
+}
+
+impl Client {
+    fn run(&self) {
+        self.say(&json!({ "QMP": { "version": schema::version(), "capabilities": [] } }));
+        let mut mode = Mode::Negotiation;
+        let mut reader = BufReader::new(&*self.stream);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            match read_line(&mut reader, &mut line) {
+                Ok(Line::Whole) => {}
+                Ok(Line::TooLong) => {
+                    let error = format!("a line is longer than {LINE_BYTES_MAX} bytes");
+                    self.say(&failure(&QmpError::generic(error), None));
+                    break;
+                }
+                Ok(Line::Closed) | Err(_) => break,
+            }
+            if !self.answer(&line, &mut mode) {
+                break;
+            }
+        }
+        self.control.events().unsubscribe(self.id);
+    }
+
+    /// Answers every object of a line. Returns whether the client is still there.
+    fn answer(&self, line: &[u8], mode: &mut Mode) -> bool {
+        for object in serde_json::Deserializer::from_slice(line).into_iter::<Value>() {
+            let before = *mode;
+            let reply = match object {
+                Ok(object) => self.reply(object, mode),
+                Err(error) => {
+                    let error = QmpError::generic(format!("JSON parse error: {error}"));
+                    return self.say(&failure(&error, None));
+                }
+            };
+            if !self.say(&reply) {
+                return false;
+            }
+            // After the reply, so that no event comes before it.
+            if before != *mode {
+                let (outbox, stream) = (self.outbox.clone(), Arc::clone(&self.stream));
+                self.control.events().subscribe(self.id, outbox, stream);
+            }
+        }
+        true
+    }
+
+    fn reply(&self, object: Value, mode: &mut Mode) -> Value {
+        let (name, arguments, id) = match take_apart(object) {
+            Ok(parts) => parts,
+            Err((error, id)) => return failure(&error, id),
+        };
+        match execute(&self.control, mode, &name, arguments) {
+            Ok(value) => with_id(json!({ "return": value }), id),
+            Err(error) => failure(&error, id),
+        }
+    }
+
+    /// Puts a line into the outbox, and waits if that is full: a client that does not read gets
+    /// no more of its commands executed.
+    fn say(&self, object: &Value) -> bool {
+        self.outbox.send(to_line(object).into()).is_ok()
+    }
+}
+
+/// Takes `{"execute": name, "arguments": {...}, "id": any}` apart.
+#[expect(clippy::type_complexity, reason = "three parts, or an error with the id")]
+fn take_apart(object: Value) -> Result<(String, Value, Option<Value>), (QmpError, Option<Value>)> {
+    let Value::Object(mut fields) = object else {
+        return Err((QmpError::generic("QMP input must be a JSON object"), None));
+    };
+    let id = fields.remove("id");
+    let error = |desc: &str| QmpError::generic(desc);
+    let name = match fields.remove("execute") {
+        Some(Value::String(name)) => name,
+        Some(_) => return Err((error("QMP input member 'execute' must be a string"), id)),
+        None if fields.contains_key("exec-oob") => {
+            return Err((error("QMP input member 'exec-oob' is unexpected"), id));
+        }
+        None => return Err((error("QMP input lacks member 'execute'"), id)),
+    };
+    let arguments = match fields.remove("arguments") {
+        None => json!({}),
+        Some(arguments @ Value::Object(_)) => arguments,
+        Some(_) => return Err((error("QMP input member 'arguments' must be an object"), id)),
+    };
+    if !fields.is_empty() {
+        return Err((error("QMP input has a member that is unexpected"), id));
+    }
+    Ok((name, arguments, id))
+}
+
+fn failure(error: &QmpError, id: Option<Value>) -> Value {
+    with_id(json!({ "error": { "class": error.class, "desc": error.desc } }), id)
+}
+
+fn with_id(mut reply: Value, id: Option<Value>) -> Value {
+    if let (Some(id), Some(fields)) = (id, reply.as_object_mut()) {
+        fields.insert("id".to_owned(), id);
+    }
+    reply
+}

@@ -1,0 +1,268 @@
+//! The report of a migration as one JSON object: written by the source's control socket, read by
+//! `migrate` and `demo`, and printed by `--json`.
+
+use martlet_engine::{GuestCheck, Outcome, Report, Side, Span};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// What was measured in one migration. Field names are an interface: only add.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct ReportJson {
+    /// How it ended.
+    pub(crate) outcome: OutcomeJson,
+    /// Why it failed.
+    pub(crate) error: Option<String>,
+    /// From the command until the destination's acknowledgement.
+    pub(crate) total_ms: f64,
+    /// How long the guest was stopped; null without a switchover or if a check lengthened it.
+    pub(crate) blackout_ms: Option<f64>,
+    /// What was predicted when the guest was stopped; null whenever `blackout_ms` is.
+    pub(crate) predicted_blackout_ms: Option<f64>,
+    /// What `blackout_ms` may be off by, because two clocks were compared.
+    pub(crate) clock_error_ms: f64,
+    /// The blackout's parts, in us.
+    pub(crate) phases: PhasesJson,
+    /// Pre-copy rounds and the last one.
+    pub(crate) rounds: u32,
+    /// Pages by what was done with them.
+    pub(crate) pages: PagesJson,
+    /// Sent on all connections.
+    pub(crate) bytes_sent: u64,
+    /// Data channels.
+    pub(crate) channels: u16,
+    /// CPU time of the source process, its vCPUs included.
+    pub(crate) source_cpu_s: f64,
+    /// CPU time of the destination process.
+    pub(crate) destination_cpu_s: Option<f64>,
+    /// What the guest says of itself.
+    pub(crate) guest: Option<GuestJson>,
+    /// Whether both sides' memory was equal before the commit; null if it was not compared.
+    pub(crate) memory_equal: Option<bool>,
+    /// The switchover bar by bar.
+    pub(crate) timeline: Vec<SpanJson>,
+}
+
+/// How a migration ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum OutcomeJson {
+    /// The guest runs at the destination.
+    Completed,
+    /// The guest runs at the source.
+    Failed,
+    /// The guest runs at the source: its owner cancelled.
+    Cancelled,
+    /// The destination must be asked.
+    Undecided,
+}
+
+impl OutcomeJson {
+    /// The word that JSON uses.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            OutcomeJson::Completed => "completed",
+            OutcomeJson::Failed => "failed",
+            OutcomeJson::Cancelled => "cancelled",
+            OutcomeJson::Undecided => "undecided",
+        }
+    }
+}
+
+/// The blackout's parts in us, in the order in which the source waits for them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PhasesJson {
+    pub(crate) pause: f64,
+    pub(crate) final_sync: f64,
+    pub(crate) final_pages: f64,
+    pub(crate) cpu_state: f64,
+    pub(crate) commit: f64,
+    pub(crate) start: f64,
+}
+
+/// Pages by what was done with them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PagesJson {
+    pub(crate) normal: u64,
+    pub(crate) zero: u64,
+    pub(crate) untouched: u64,
+}
+
+/// What the guest says of itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct GuestJson {
+    pub(crate) verified_pages: u64,
+    pub(crate) wrong_pages: u64,
+    pub(crate) heartbeats: u64,
+}
+
+/// A bar of the timeline. Zero is the moment when the stop was ordered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SpanJson {
+    /// What was done.
+    pub(crate) name: String,
+    /// Where.
+    pub(crate) side: SideJson,
+    /// From.
+    pub(crate) start_us: i64,
+    /// To.
+    pub(crate) end_us: i64,
+}
+
+/// A side of a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SideJson {
+    Source,
+    Destination,
+}
+
+/// Milliseconds with three decimals: finer is noise, and coarser hides a blackout.
+pub(crate) fn ms(time: Duration) -> f64 {
+    round_to(time.as_secs_f64() * 1e3, 1e3)
+}
+
+/// Microseconds with one decimal.
+fn us(time: Duration) -> f64 {
+    round_to(time.as_secs_f64() * 1e6, 10.0)
+}
+
+/// Seconds with six decimals, as fine as the kernel counts CPU time.
+fn seconds(time: Duration) -> f64 {
+    round_to(time.as_secs_f64(), 1e6)
+}
+
+/// `value` rounded to a multiple of `1 / steps`.
+pub(crate) fn round_to(value: f64, steps: f64) -> f64 {
+    (value * steps).round() / steps
+}
+
+impl From<&Report> for ReportJson {
+    fn from(report: &Report) -> ReportJson {
+        let measured = report.blackout.is_some();
+        let predicted = report.predicted.filter(|_| measured);
+        ReportJson {
+            outcome: match report.outcome {
+                Outcome::Completed => OutcomeJson::Completed,
+                Outcome::Failed => OutcomeJson::Failed,
+                Outcome::Cancelled => OutcomeJson::Cancelled,
+                Outcome::Undecided => OutcomeJson::Undecided,
+            },
+            error: report.error.as_deref().map(crate::failure::one_line),
+            total_ms: ms(report.total),
+            blackout_ms: report.blackout.map(ms),
+            predicted_blackout_ms: predicted.map(|p| ms(p.total())),
+            clock_error_ms: ms(report.clock_error),
+            phases: PhasesJson {
+                pause: us(report.phases.pause),
+                final_sync: us(report.phases.final_sync),
+                final_pages: us(report.phases.final_pages),
+                cpu_state: us(report.phases.cpu_state),
+                commit: us(report.phases.commit),
+                start: us(report.phases.start),
+            },
+            rounds: report.rounds,
+            pages: PagesJson {
+                normal: report.pages.normal,
+                zero: report.pages.zero,
+                untouched: report.pages.untouched,
+            },
+            bytes_sent: report.bytes_sent.0,
+            channels: report.channels,
+            source_cpu_s: seconds(report.source_cpu),
+            destination_cpu_s: report.destination_cpu.map(seconds),
+            guest: report.guest.map(GuestJson::from),
+            memory_equal: report.memory_equal,
+            timeline: report.timeline.iter().map(SpanJson::from).collect(),
+        }
+    }
+}
+
+impl From<GuestCheck> for GuestJson {
+    fn from(check: GuestCheck) -> GuestJson {
+        GuestJson {
+            verified_pages: check.verified_pages,
+            wrong_pages: check.wrong_pages,
+            heartbeats: check.heartbeats,
+        }
+    }
+}
+
+impl From<&Span> for SpanJson {
+    fn from(span: &Span) -> SpanJson {
+        SpanJson {
+            name: span.name.to_owned(),
+            side: match span.side {
+                Side::Source => SideJson::Source,
+                Side::Destination => SideJson::Destination,
+            },
+            start_us: span.start_us,
+            end_us: span.end_us,
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use martlet_engine::{PageCounts, Phases};
+    use martlet_policy::Prediction;
+    use martlet_units::ByteCount;
+
+    /// A report as a migration of a 1 GiB guest over loopback gives it.
+    pub(crate) fn sample() -> Report {
+        let us = Duration::from_micros;
+        let span = |name, side, start_us, end_us| Span { name, side, start_us, end_us };
+        Report {
+            outcome: Outcome::Completed,
+            error: None,
+            total: Duration::from_micros(412_345),
+            blackout: Some(us(463)),
+            clock_error: Duration::ZERO,
+            predicted: Some(Prediction { pause: us(40), commit: us(300), ..Prediction::default() }),
+            phases: Phases {
+                pause: us(38),
+                final_sync: us(21),
+                final_pages: us(60),
+                cpu_state: us(44),
+                commit: us(190),
+                start: us(70),
+            },
+            timeline: vec![
+                span("rehearse", Side::Destination, -900, -400),
+                span("pause vCPUs", Side::Source, 0, 38),
+                span("final sync", Side::Source, 38, 59),
+                span("last pages", Side::Source, 59, 119),
+                span("save state", Side::Source, 38, 163),
+                span("commit", Side::Source, 163, 353),
+                span("load state", Side::Destination, 180, 300),
+                span("start vCPUs", Side::Destination, 353, 423),
+            ],
+            rounds: 4,
+            pages: PageCounts { normal: 131_800, zero: 12, untouched: 130_800 },
+            bytes_sent: ByteCount(541_000_000),
+            channels: 2,
+            source_cpu: Duration::from_millis(480),
+            destination_cpu: Some(Duration::from_millis(390)),
+            guest: Some(GuestCheck { verified_pages: 900_000, wrong_pages: 0, heartbeats: 5_000 }),
+            memory_equal: None,
+        }
+    }
+
+    #[test]
+    fn the_object_has_the_promised_fields() {
+        let json = serde_json::to_value(ReportJson::from(&sample())).unwrap();
+        insta::assert_snapshot!(serde_json::to_string_pretty(&json).unwrap());
+    }
+
+    #[test]
+    fn a_verified_migration_has_no_blackout() {
+        let mut report = sample();
+        report.blackout = None;
+        report.memory_equal = Some(true);
+        let json = ReportJson::from(&report);
+        assert_eq!((json.blackout_ms, json.predicted_blackout_ms), (None, None));
+        let back: ReportJson =
+            serde_json::from_str(&serde_json::to_string(&json).unwrap()).unwrap();
+        assert_eq!(back, json);
+    }
+}

@@ -1,0 +1,183 @@
+//! Progress while something takes its time: a bar on a terminal, plain lines otherwise. Always on
+//! standard error, so that standard output holds the result and nothing else.
+
+use super::number::{bit_rate, grouped, millis, size};
+use crate::snapshot::Snapshot;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// How often a bar is drawn, a second.
+const DRAWS_PER_S: u8 = 10;
+/// Plain lines come at each round, but not closer than this, and at least this often.
+const LINE_INTERVAL_MIN: Duration = Duration::from_millis(100);
+/// See [`LINE_INTERVAL_MIN`].
+const LINE_INTERVAL_MAX: Duration = Duration::from_secs(1);
+
+/// How progress is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A bar, redrawn.
+    Bar,
+    /// Lines.
+    Lines,
+    /// Not at all.
+    Quiet,
+}
+
+impl Kind {
+    /// A bar on a terminal; else lines, or with `json` nothing, since a program reads it.
+    pub(crate) fn suiting(json: bool) -> Kind {
+        if std::io::stderr().is_terminal() {
+            Kind::Bar
+        } else if json {
+            Kind::Quiet
+        } else {
+            Kind::Lines
+        }
+    }
+}
+
+/// Shows how a migration goes.
+#[derive(Debug)]
+pub(crate) struct MigrationProgress {
+    kind: Kind,
+    bar: ProgressBar,
+    round: u32,
+    last_line: Option<Instant>,
+}
+
+impl MigrationProgress {
+    /// Nothing is shown before the first update.
+    pub(crate) fn new(kind: Kind) -> MigrationProgress {
+        let template = "  {bar:24.cyan/dim} {percent:>3}%  {msg}";
+        let bar = bar(kind, 0, template);
+        MigrationProgress { kind, bar, round: 0, last_line: None }
+    }
+
+    /// A new look.
+    pub(crate) fn update(&mut self, snapshot: &Snapshot) {
+        match self.kind {
+            Kind::Quiet => {}
+            Kind::Bar => {
+                if snapshot.ram.total > 0 {
+                    self.bar.set_length(snapshot.ram.total);
+                    let done = snapshot.ram.total.saturating_sub(snapshot.ram.remaining);
+                    self.bar.set_position(done);
+                }
+                self.bar.set_message(line(snapshot));
+            }
+            Kind::Lines => {
+                let since = self.last_line.map(|last| last.elapsed());
+                let round = snapshot.ram.dirty_sync_count;
+                let due = since.is_none_or(|since| {
+                    since >= LINE_INTERVAL_MAX
+                        || (round != self.round && since >= LINE_INTERVAL_MIN)
+                });
+                if due && !snapshot.is_final() {
+                    self.round = round;
+                    self.last_line = Some(Instant::now());
+                    let at = millis(crate::report_json::round_to(snapshot.total_time as f64, 1.0));
+                    let _ = writeln!(std::io::stderr(), "{at:>8}  {}", line(snapshot));
+                }
+            }
+        }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn clear(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// One look in one line.
+fn line(snapshot: &Snapshot) -> String {
+    if snapshot.status == "setup" {
+        return "connecting, building the destination".to_owned();
+    }
+    let mut line = format!(
+        "{} sent, {}, round {}, {} dirty, {} pages/s dirtied",
+        size(snapshot.sent()),
+        bit_rate(snapshot.rate()),
+        snapshot.ram.dirty_sync_count,
+        size(martlet_units::ByteCount(snapshot.ram.remaining)),
+        grouped(snapshot.ram.dirty_pages_rate),
+    );
+    if let Some(predicted) = snapshot.x_expected_downtime_ms {
+        line.push_str(&format!(", blackout {} predicted", millis(predicted)));
+    }
+    if snapshot.cpu_throttle_percentage > 0 {
+        line.push_str(&format!(", guest slowed by {} %", snapshot.cpu_throttle_percentage));
+    }
+    line
+}
+
+/// Shows that something is being waited for, and how far it is.
+#[derive(Debug)]
+pub(crate) struct Steps {
+    bar: ProgressBar,
+}
+
+impl Steps {
+    /// A bar of `total` steps; with 0, a moving mark.
+    pub(crate) fn new(kind: Kind, total: u64) -> Steps {
+        let template =
+            if total == 0 { "  {spinner} {msg}" } else { "  {bar:24.cyan/dim} {pos}/{len}  {msg}" };
+        let bar = bar(kind, total, template);
+        if kind == Kind::Bar {
+            bar.enable_steady_tick(Duration::from_millis(1000 / u64::from(DRAWS_PER_S)));
+        }
+        Steps { bar }
+    }
+
+    /// What is being done now.
+    pub(crate) fn say(&self, message: String) {
+        self.bar.set_message(message);
+    }
+
+    /// One more step is done.
+    pub(crate) fn step(&self) {
+        self.bar.inc(1);
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+fn bar(kind: Kind, total: u64, template: &str) -> ProgressBar {
+    let target = match kind {
+        Kind::Bar => ProgressDrawTarget::stderr_with_hz(DRAWS_PER_S),
+        Kind::Lines | Kind::Quiet => ProgressDrawTarget::hidden(),
+    };
+    let bar = ProgressBar::with_draw_target(Some(total), target);
+    match ProgressStyle::with_template(template) {
+        Ok(style) => bar.with_style(style.progress_chars("━╸─")),
+        Err(_) => bar,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_look_fits_a_line() {
+        let snapshot: Snapshot = serde_json::from_value(json!({
+            "status": "active", "total-time": 120, "x-expected-downtime-ms": 0.61,
+            "cpu-throttle-percentage": 20,
+            "ram": {"transferred": 419_430_400u64, "remaining": 4096, "total": 1 << 30,
+                    "mbps": 24_000.5, "dirty-pages-rate": 4000, "dirty-sync-count": 3,
+                    "something-new": []},
+            "something-else": {},
+        }))
+        .unwrap();
+        let expected = "400 MiB sent, 24.0 Gbit/s, round 3, 4 KiB dirty, 4 000 pages/s dirtied, \
+                        blackout 0.610 ms predicted, guest slowed by 20 %";
+        assert_eq!(line(&snapshot), expected);
+        assert!(!snapshot.is_final());
+    }
+}

@@ -1,0 +1,149 @@
+//! The result of a migration in words.
+
+use super::number::{bit_rate, grouped, millis, plural, size};
+use super::timeline::Timeline;
+use super::{BOLD, GREEN, RED, Style};
+use crate::report_json::{OutcomeJson, ReportJson};
+use martlet_units::{ByteCount, BytesPerSec};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+/// The first line: what happened.
+pub(crate) fn headline(report: &ReportJson, style: Style) -> String {
+    let total = millis(report.total_ms);
+    match report.outcome {
+        OutcomeJson::Completed => {
+            let mut line = format!("moved in {}", style.paint(BOLD, &total));
+            if let Some(blackout) = report.blackout_ms {
+                let blackout = style.paint(BOLD, &millis(blackout));
+                let _ = write!(line, "; the guest stood still for {blackout}");
+                if report.clock_error_ms > 0.0 {
+                    let _ = write!(line, " ±{}", millis(report.clock_error_ms));
+                }
+            }
+            if let Some(predicted) = report.predicted_blackout_ms {
+                let _ = write!(line, " ({} predicted)", millis(predicted));
+            }
+            line
+        }
+        OutcomeJson::Failed => failed("failed", report, &total, style),
+        OutcomeJson::Cancelled => {
+            format!("{} after {total}: the guest goes on here", style.paint(BOLD, "cancelled"))
+        }
+        OutcomeJson::Undecided => {
+            let line = failed("undecided", report, &total, style);
+            format!(
+                "{line}\nthe guest stays stopped here until `martlet resolve` has asked the destination"
+            )
+        }
+    }
+}
+
+fn failed(word: &str, report: &ReportJson, total: &str, style: Style) -> String {
+    let reason = report.error.as_deref().map_or("no reason given".into(), crate::failure::one_line);
+    format!("{} after {total}: {reason}", style.paint(RED, word))
+}
+
+/// Everything that was measured, for people: headline, timeline, numbers. `check` replaces what
+/// the guest said when it left.
+pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> String {
+    let mut out = headline(report, style);
+    out.push('\n');
+    if report.outcome != OutcomeJson::Completed {
+        return out;
+    }
+    if let Some(timeline) = Timeline::of(report) {
+        let _ = write!(out, "\n{}", timeline.render(style));
+    }
+    out.push('\n');
+    let time = Duration::from_secs_f64((report.total_ms / 1000.0).clamp(0.0, 1e9));
+    let rate = BytesPerSec::measured(ByteCount(report.bytes_sent), time);
+    let mut row = |name: &str, text: &str| {
+        let _ = writeln!(out, "  {name:<11}  {text}");
+    };
+    row(
+        "sent",
+        &format!(
+            "{} in {} on {}, {}",
+            size(ByteCount(report.bytes_sent)),
+            plural(report.rounds.into(), "round"),
+            plural(report.channels.into(), "channel"),
+            bit_rate(rate),
+        ),
+    );
+    let pages = &report.pages;
+    row(
+        "memory",
+        &format!(
+            "{} sent, {} zero, {} never touched{}",
+            plural(pages.normal, "page"),
+            grouped(pages.zero),
+            grouped(pages.untouched),
+            equal(report.memory_equal, style),
+        ),
+    );
+    match (check, &report.guest) {
+        (Some(check), _) => row("guest", check),
+        (None, Some(guest)) => {
+            let wrong = wrong_pages(guest.wrong_pages, style);
+            row(
+                "guest",
+                &format!("{} checked by itself, {wrong}", plural(guest.verified_pages, "page")),
+            );
+        }
+        (None, None) => {}
+    }
+    let destination =
+        report.destination_cpu_s.map_or(String::new(), |s| format!(", destination {s:.2} s"));
+    row("CPU", &format!("source {:.2} s{destination}", report.source_cpu_s));
+    out
+}
+
+fn equal(equal: Option<bool>, style: Style) -> String {
+    match equal {
+        Some(true) => format!("; {} on both sides", style.paint(GREEN, "equal")),
+        Some(false) => format!("; {}", style.paint(RED, "NOT EQUAL on both sides")),
+        None => String::new(),
+    }
+}
+
+/// `0 wrong`, which is well, or how many, which is not.
+pub(crate) fn wrong_pages(count: u64, style: Style) -> String {
+    style.paint(if count == 0 { GREEN } else { RED }, &format!("{} wrong", grouped(count)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Colour, Glyphs};
+    use super::*;
+    use crate::report_json::tests::sample;
+
+    const PLAIN: Style = Style { colour: Colour::Plain, glyphs: Glyphs::Unicode };
+
+    #[test]
+    fn a_result_is_short() {
+        let report = ReportJson::from(&sample());
+        let text = render(&report, PLAIN, None);
+        assert!(text.lines().all(|line| line.chars().count() <= 100));
+        insta::assert_snapshot!(text);
+    }
+
+    #[test]
+    fn every_outcome_says_where_the_guest_is() {
+        let mut report = ReportJson::from(&sample());
+        report.error = Some("the link\nbroke".to_owned());
+        report.outcome = OutcomeJson::Failed;
+        assert_eq!(render(&report, PLAIN, None), "failed after 412 ms: the link broke\n");
+        report.outcome = OutcomeJson::Cancelled;
+        assert!(render(&report, PLAIN, None).contains("goes on here"));
+        report.outcome = OutcomeJson::Undecided;
+        assert!(render(&report, PLAIN, None).contains("martlet resolve"));
+    }
+
+    #[test]
+    fn wrong_memory_is_not_overlooked() {
+        let mut report = ReportJson::from(&sample());
+        report.memory_equal = Some(false);
+        assert!(render(&report, PLAIN, None).contains("NOT EQUAL"));
+    }
+}
