@@ -1,8 +1,38 @@
 //! A small KVM machine whose guest can be moved away: memory, vCPUs, interrupt controllers, a
 //! serial port; saved and restored completely.
+//!
+//! [`Machine`] is what a source has, [`Factory`] what a destination has; both speak to
+//! `martlet-engine` through its traits. What executes the guest's instructions is behind one seam
+//! (`vcpu/backend.rs`): KVM, or threads of this process where there is no KVM.
+//!
+//! ```text
+//! owner --> Machine <-- engine            phase.rs: who may order what
+//!             |  \__ Group: vCPU threads, one order word, the permit while the guest runs
+//!             |          \__ VcpuBackend: kvm/vcpu.rs | threads/
+//!             |__ VmBackend: kvm/vm.rs | threads/     \__ Bus: serial, reset, debug port
+//!             |__ GuestMemory
+//! ```
 
+mod boot;
+mod clock;
 mod config;
+mod destination;
+mod devices;
+mod dirty;
+mod error;
+mod kvm;
+mod machine;
+mod memory;
+mod phase;
+mod saved;
+mod source;
 mod threads;
 mod vcpu;
 
-pub use config::{Accel, KernelConfig, SerialOut, Tracking};
+pub use config::{
+    Accel, Boot, KernelConfig, MEMORY_MAX, MEMORY_MIN, MachineConfig, SerialOut, Tracking,
+    VCPUS_MAX,
+};
+pub use destination::{Factory, FactoryConfig};
+pub use error::MachineError;
+pub use machine::{EndCause, GuestStatus, Machine, MachineInfo, OwnerError, kvm_is_usable};

@@ -35,8 +35,12 @@ pub(crate) enum Exit<'a> {
     MmioWrite { address: u64, data: &'a [u8] },
     /// A kick, or nothing of interest: the caller looks at its orders and runs again.
     Interrupted,
-    /// The guest stopped for good: shutdown, triple fault, a state that can't be run. The text is
-    /// for the owner, e.g. `triple fault`. Running again is pointless but allowed.
+    /// The guest asked to be reset.
+    Reset,
+    /// The guest shut itself down.
+    Shutdown,
+    /// The guest can't go on: a triple fault, a state that can't be run. The text is for the
+    /// owner, e.g. `triple fault`. Running again is pointless but allowed.
     Ended(String),
 }
 
@@ -108,6 +112,12 @@ pub(crate) trait VcpuBackend: Send {
     /// id for kicks, to set up signal stacks and masks.
     fn attach(&mut self) -> Result<(), BackendError>;
 
+    /// Called once after `attach` at a destination, on all vCPUs at once: whatever makes the first
+    /// `run` fast, without a guest being there.
+    fn warm_up(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Makes this vCPU leave the guest. May be asked for before `attach`.
     fn kicker(&self) -> Arc<dyn Kicker>;
 
@@ -119,8 +129,10 @@ pub(crate) trait VcpuBackend: Send {
     fn run(&mut self) -> Result<Exit<'_>, BackendError>;
 
     /// Completes the instruction of the last port or MMIO exit without executing another one, so
-    /// that [`save`](VcpuBackend::save) is exact. Must be harmless if there is nothing to do.
-    fn finish_io(&mut self) -> Result<(), BackendError>;
+    /// that [`save`](VcpuBackend::save) is exact. [`Exit::Interrupted`] says that it is complete
+    /// (or that there was nothing to do); any other exit is one more part of the same
+    /// instruction, to be served before the call is repeated.
+    fn finish_io(&mut self) -> Result<Exit<'_>, BackendError>;
 
     /// The vCPU's complete state, in an encoding of the backend's own. Only after `finish_io`.
     fn save(&mut self) -> Result<Vec<u8>, BackendError>;
@@ -153,6 +165,11 @@ pub(crate) trait VmBackend: Send + Sync {
     /// Which kind this is.
     fn accel(&self) -> Accel;
 
+    /// All vCPUs of a destination have been warmed up.
+    fn warmed_up(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Kind of dirty tracking, for people: `KVM log`, `KVM dirty ring`, `userfaultfd`.
     fn tracking_name(&self) -> &'static str;
 
@@ -172,6 +189,11 @@ pub(crate) trait VmBackend: Send + Sync {
 
     /// Starts dirty tracking; see [`DirtySource`].
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError>;
+
+    /// Whether the guest's page tables may have pages of 1 GiB.
+    fn has_gigabyte_pages(&self) -> bool {
+        false
+    }
 
     /// Rate of the guest's time stamp counter.
     fn tsc_khz(&self) -> u32;

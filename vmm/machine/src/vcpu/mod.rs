@@ -1,3 +1,11 @@
 //! vCPUs: one thread each, ordered about together.
 
 pub(crate) mod backend;
+mod countdown;
+mod group;
+mod orders;
+mod shared;
+mod thread;
+
+pub(crate) use group::Group;
+pub(crate) use shared::lock;

@@ -1,0 +1,145 @@
+//! Machines that wait for a guest, and the factory that builds them.
+
+use crate::MachineError;
+use crate::config::{Accel, SerialOut, Tracking};
+use crate::devices::Endpoint;
+use crate::machine::{Machine, open_endpoint};
+use crate::phase::{Event, Phase};
+use crate::saved::{Description, SavedMachine};
+use crate::vcpu::lock;
+use martlet_engine::{DestinationFactory, DestinationVmm, RunState, VmmError};
+use martlet_protocol::RunPermit;
+use martlet_ram::GuestRam;
+use martlet_units::{Instant, PageRange};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+fn failed(action: impl Into<String>, reason: impl Into<String>) -> VmmError {
+    VmmError { action: action.into(), reason: reason.into() }
+}
+
+/// What a destination is willing to build.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FactoryConfig {
+    /// What executes the guest; `None` for whatever executed it at the source.
+    pub accel: Option<Accel>,
+    /// How dirty pages are found when the guest moves on.
+    pub tracking: Tracking,
+    /// Where the guest's serial port goes.
+    pub serial: SerialOut,
+}
+
+/// Builds machines for guests that arrive, and keeps the one that did.
+pub struct Factory {
+    config: FactoryConfig,
+    endpoint: Arc<Endpoint>,
+    arrived: Arc<Arrived>,
+}
+
+/// The machine whose guest has arrived.
+type Arrived = Mutex<Option<Arc<Machine>>>;
+
+impl Factory {
+    /// Opens the serial port's endpoint; all attempts share it.
+    pub fn new(config: FactoryConfig) -> Result<Factory, MachineError> {
+        let endpoint = open_endpoint(&config.serial)?;
+        Ok(Factory { config, endpoint, arrived: Arc::default() })
+    }
+
+    /// The machine whose guest was started or left paused here.
+    pub fn machine(&self) -> Option<Arc<Machine>> {
+        lock(&self.arrived).clone()
+    }
+
+    fn check(&self, description: &Description, layout: &[PageRange]) -> Result<(), String> {
+        match self.config.accel {
+            Some(own) if own != description.accel => {
+                let source = description.accel;
+                return Err(format!("the guest runs on {source}, this destination on {own}"));
+            }
+            Some(_) | None => {}
+        }
+        if description.memory != layout {
+            return Err("the description's memory is not the migration's".into());
+        }
+        Ok(())
+    }
+}
+
+impl DestinationFactory for Factory {
+    fn build(
+        &self,
+        machine_description: &[u8],
+        layout: &[PageRange],
+    ) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+        const ACTION: &str = "build the machine";
+        let description = Description::decode(machine_description)
+            .map_err(|why| failed("read the machine's description", why))?;
+        self.check(&description, layout).map_err(|why| failed(ACTION, why))?;
+        let endpoint = Arc::clone(&self.endpoint);
+        let machine = Machine::waiting(&description, self.config.tracking, endpoint)
+            .map_err(|error| failed(ACTION, error.to_string()))?;
+        let arrived = Arc::clone(&self.arrived);
+        Ok(Arc::new(Incoming { machine: Arc::new(machine), arrived }))
+    }
+}
+
+/// A machine that waits for its guest.
+struct Incoming {
+    machine: Arc<Machine>,
+    arrived: Arc<Arrived>,
+}
+
+impl DestinationVmm for Incoming {
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(self.machine.memory.ram())
+    }
+
+    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError> {
+        const ACTION: &str = "load the machine's state";
+        let machine = &*self.machine;
+        let control = lock(&machine.control);
+        if control.phase != Phase::Waiting {
+            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+        }
+        let saved = SavedMachine::decode(state).map_err(|why| failed(ACTION, why))?;
+        let (has, comes) = (machine.group.len(), saved.vcpus.len());
+        if has != comes {
+            return Err(failed(ACTION, format!("states of {comes} vCPUs for {has}")));
+        }
+        machine.vm.load(&saved.vm).map_err(|error| failed(ACTION, error.to_string()))?;
+        machine
+            .bus
+            .load_serial(&saved.serial)
+            .map_err(|why| failed("load the serial port's state", why))?;
+        let vcpus = saved.vcpus.into_iter().map(Into::into).collect();
+        machine.group.load(vcpus).map_err(|(number, error)| {
+            failed(format!("load the state of vCPU {number}"), error.to_string())
+        })
+    }
+
+    fn arm(&self, limit: Duration) {
+        let control = lock(&self.machine.control);
+        if control.phase == Phase::Waiting {
+            self.machine.group.arm(limit);
+        }
+    }
+
+    fn start(&self, permit: RunPermit, state: RunState) {
+        let machine = &*self.machine;
+        {
+            let mut control = lock(&machine.control);
+            control
+                .step("start it", Event::Start(state))
+                .expect("a guest starts once, where it was waited for");
+            machine.go_on(&mut control, permit, state);
+        }
+        // The guest runs; the rest is for those who look at it.
+        machine.endpoint.attach(&machine.bus);
+        *lock(&self.arrived) = Some(Arc::clone(&self.machine));
+    }
+
+    fn first_heartbeat(&self) -> Option<Instant> {
+        self.machine.first_heartbeat()
+    }
+}

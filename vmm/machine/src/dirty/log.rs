@@ -1,0 +1,106 @@
+//! KVM's dirty log: one bit a page, with manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2).
+//!
+//! Reading the log leaves the bits set and the pages writable; clearing a bit makes the next write
+//! to its page set it again. So a page that was reported and not rearmed is reported by each sync:
+//! harmless, since it is dirty until it is rearmed and sent.
+
+use super::Logging;
+use crate::kvm::KvmCore;
+use crate::memory::GuestMemory;
+use martlet_bitmap::WORD_BITS;
+use martlet_ram::{DirtySource, RamBitmap, RegionIndex, TrackError};
+use std::sync::Arc;
+
+/// Words of the log that are looked at together; most are zero.
+const STRIDE: usize = 8;
+
+pub(crate) struct KvmLog {
+    core: Arc<KvmCore>,
+    memory: Arc<GuestMemory>,
+    regions: Vec<Region>,
+    _logging: Logging,
+}
+
+struct Region {
+    slot: u32,
+    pages: u64,
+    /// Bits that were read and not cleared since.
+    read: Box<[u64]>,
+}
+
+impl KvmLog {
+    pub(crate) fn start(
+        core: &Arc<KvmCore>,
+        memory: &Arc<GuestMemory>,
+    ) -> Result<KvmLog, TrackError> {
+        let regions = (0u32..)
+            .zip(memory.ram().regions())
+            .map(|(slot, region)| {
+                let pages = region.pages();
+                let words = usize::try_from(pages.div_ceil(WORD_BITS)).expect("fits the host");
+                Region { slot, pages, read: vec![0; words].into_boxed_slice() }
+            })
+            .collect();
+        let logging = Logging::start(core)?;
+        Ok(KvmLog {
+            core: Arc::clone(core),
+            memory: Arc::clone(memory),
+            regions,
+            _logging: logging,
+        })
+    }
+}
+
+impl DirtySource for KvmLog {
+    fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
+        for (index, region) in (0..).map(RegionIndex).zip(&mut self.regions) {
+            self.core.get_dirty_log(region.slot, region.pages, &mut region.read).map_err(
+                |source| TrackError {
+                    operation: format!("KVM_GET_DIRTY_LOG of region {}", index.0),
+                    source,
+                },
+            )?;
+            let bitmap = into.region(index);
+            for (stride, words) in region.read.chunks(STRIDE).enumerate() {
+                if words.iter().fold(0, |any, word| any | word) == 0 {
+                    continue;
+                }
+                for (offset, word) in words.iter().enumerate() {
+                    bitmap.or_word(stride * STRIDE + offset, *word);
+                }
+            }
+        }
+        self.memory.take_written(into);
+        Ok(())
+    }
+
+    fn rearm(
+        &mut self,
+        index: RegionIndex,
+        first_page: u64,
+        words: &[u64],
+    ) -> Result<(), TrackError> {
+        assert_eq!(first_page % WORD_BITS, 0, "rearming begins at a whole word");
+        let region = &mut self.regions[usize::from(index.0)];
+        let first = usize::try_from(first_page / WORD_BITS).expect("fits the host");
+        let read = &mut region.read[first..first + words.len()];
+        // Never clear a bit that was not read: its page would be lost.
+        let named = |place: usize| words[place] & read[place];
+        let Some(begin) = (0..words.len()).find(|place| named(*place) != 0) else { return Ok(()) };
+        let end = (begin..words.len()).rev().find(|place| named(*place) != 0).unwrap_or(begin) + 1;
+        let mask: Vec<u64> = (begin..end).map(named).collect();
+        let page = first_page + begin as u64 * WORD_BITS;
+        let pages = (mask.len() as u64 * WORD_BITS).min(region.pages - page);
+        let pages = u32::try_from(pages).expect("one call names part of a region");
+        self.core.clear_dirty_log(region.slot, page, pages, &mask).map_err(|source| {
+            TrackError {
+                operation: format!("KVM_CLEAR_DIRTY_LOG of region {} page {page}", index.0),
+                source,
+            }
+        })?;
+        for (read, cleared) in read[begin..end].iter_mut().zip(&mask) {
+            *read &= !cleared;
+        }
+        Ok(())
+    }
+}

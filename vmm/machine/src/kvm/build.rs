@@ -1,0 +1,210 @@
+//! Making a KVM VM.
+
+use super::cpuid;
+use super::msrs::MsrTable;
+use super::raw::XsaveSize;
+use super::saved::{SavedHost, decode};
+use super::tsc::TscPlan;
+use super::vcpu::{KvmVcpu, VcpuCommon};
+use super::vm::{KvmCore, KvmVm, Tracker};
+use super::warm::WarmUp;
+use crate::Tracking;
+use crate::dirty::{RING_ENTRIES, open_rings};
+use crate::memory::GuestMemory;
+use crate::vcpu::backend::{BackendError, Built, VcpuBackend};
+use kvm_bindings::{
+    KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2,
+    KVM_CAP_TSC_CONTROL, KVM_CAP_XSAVE2, KVM_PIT_SPEAKER_DUMMY, kvm_dirty_gfn, kvm_enable_cap,
+    kvm_pit_config,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use std::io;
+use std::sync::{Arc, Mutex};
+
+/// Three pages below 4 GiB, in the hole, that Intel processors need for real mode (KVM_SET_TSS_ADDR)
+/// and one for its page table.
+const TSS_ADDRESS: usize = 0xfffb_d000;
+const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
+/// KVM_MEM_MAX_NR_PAGES in virt/kvm/kvm_main.c.
+const SLOT_PAGES_MAX: u64 = (1 << 31) - 1;
+/// How far apart the rates of two hosts' time stamp counters may be without scaling: what NTP
+/// corrects in a guest without trouble, and what QEMU allows.
+const TSC_TOLERANCE_PPM: u64 = 250;
+
+/// What to make.
+pub(crate) struct BuildOptions<'a> {
+    pub(crate) vcpus: u16,
+    pub(crate) tracking: Tracking,
+    /// From the source's KVM; none for a new guest. At a destination the vCPUs will be warmed up.
+    pub(crate) description: Option<&'a [u8]>,
+}
+
+/// Whether there is a KVM that this process may use; the error says why not.
+pub(crate) fn is_usable() -> Result<(), BackendError> {
+    Kvm::new().map(drop).map_err(io::Error::from).map_err(BackendError::host("open /dev/kvm"))
+}
+
+fn kvm<T>(
+    operation: &'static str,
+    result: Result<T, kvm_ioctls::Error>,
+) -> Result<T, BackendError> {
+    result.map_err(io::Error::from).map_err(BackendError::host(operation))
+}
+
+/// Makes the VM around `memory`.
+pub(crate) fn build(
+    memory: &Arc<GuestMemory>,
+    options: &BuildOptions<'_>,
+) -> Result<Built, BackendError> {
+    let kvm_fd = kvm("open /dev/kvm", Kvm::new())?;
+    let described = options.description.map(decode::<SavedHost>).transpose();
+    let described = described.map_err(|why| BackendError::state(format!("description: {why}")))?;
+    let supported = cpuid::supported(&kvm_fd)?;
+    if let Some(described) = &described {
+        cpuid::check(&described.cpuid, &supported)?;
+    }
+    check_limits(&kvm_fd, memory, options.vcpus)?;
+
+    let fd = kvm("KVM_CREATE_VM", kvm_fd.create_vm())?;
+    let uses_ring = enable_tracking(&fd, options.tracking)?;
+    add_chips(&fd)?;
+    let core = KvmCore::new(fd, Arc::clone(memory.ram()))
+        .map_err(BackendError::host("KVM_SET_USER_MEMORY_REGION"))?;
+    let core = Arc::new(core);
+
+    let cpuid = described.as_ref().map_or(supported, |host| host.cpuid.clone());
+    let fds = create_vcpus(&core.fd, &cpuid, options.vcpus)?;
+    let first = fds.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
+    let tsc_khz = set_tsc_rate(&core.fd, &fds, described.as_ref().map(|host| host.tsc_khz))?;
+    let common = Arc::new(VcpuCommon {
+        msrs: MsrTable::learn(&kvm_fd, first)?,
+        xsave: XsaveSize::from_capability(core.fd.check_extension_raw(KVM_CAP_XSAVE2.into())),
+        has_sregs2: core.fd.check_extension_raw(KVM_CAP_SREGS2.into()) > 0,
+        tsc_khz,
+        tsc: TscPlan::default(),
+    });
+    let (tracker, shares) = if uses_ring {
+        let (rings, shares) =
+            open_rings(&core, memory.ram(), &fds).map_err(BackendError::host("map dirty rings"))?;
+        (Tracker::Ring(rings), shares.into_iter().map(Some).collect())
+    } else {
+        (Tracker::Log, std::iter::repeat_with(|| None).take(fds.len()).collect::<Vec<_>>())
+    };
+    let warm_up = match described {
+        Some(_) => Some(Arc::new(WarmUp::begin(&core.fd, memory.ram())?)),
+        None => None,
+    };
+    let run_bytes = kvm("KVM_GET_VCPU_MMAP_SIZE", kvm_fd.get_vcpu_mmap_size())?;
+    let vcpus = fds
+        .into_iter()
+        .zip(shares)
+        .map(|(fd, share)| {
+            let vcpu = KvmVcpu::new(fd, run_bytes, share, Arc::clone(&common), warm_up.clone())?;
+            Ok(Box::new(vcpu) as Box<dyn VcpuBackend>)
+        })
+        .collect::<Result<_, BackendError>>()?;
+    let vm = KvmVm {
+        core,
+        memory: Arc::clone(memory),
+        common,
+        host: SavedHost { cpuid, tsc_khz },
+        tracker,
+        warm_up: Mutex::new(warm_up),
+    };
+    Ok(Built { vm: Arc::new(vm), vcpus })
+}
+
+fn check_limits(kvm_fd: &Kvm, memory: &GuestMemory, vcpus: u16) -> Result<(), BackendError> {
+    let unsupported = |reason| Err(BackendError::Unsupported { reason });
+    let vcpus_max = kvm_fd.get_max_vcpus();
+    if usize::from(vcpus) > vcpus_max {
+        return unsupported(format!("{vcpus} vCPUs, KVM here has at most {vcpus_max}"));
+    }
+    let regions = memory.ram().regions();
+    // One more for the warm-up.
+    if regions.len() >= kvm_fd.get_nr_memslots() {
+        return unsupported(format!("{} memory regions are too many for KVM", regions.len()));
+    }
+    match regions.iter().find(|region| region.pages() > SLOT_PAGES_MAX) {
+        Some(region) => unsupported(format!("{} is too large for one KVM slot", region.range())),
+        None => Ok(()),
+    }
+}
+
+/// Chooses how dirty pages are found; before vCPUs exist. Returns whether by the ring.
+fn enable_tracking(fd: &VmFd, tracking: Tracking) -> Result<bool, BackendError> {
+    let unsupported = |reason: &str| Err(BackendError::Unsupported { reason: reason.into() });
+    let enable = |cap: u32, value: u64| {
+        let mut request = kvm_enable_cap { cap, ..Default::default() };
+        request.args[0] = value;
+        kvm("KVM_ENABLE_CAP of dirty tracking", fd.enable_cap(&request))
+    };
+    match tracking {
+        Tracking::Ring => {
+            let bytes_max = fd.check_extension_raw(KVM_CAP_DIRTY_LOG_RING_ACQ_REL.into());
+            let bytes = u64::from(RING_ENTRIES) * size_of::<kvm_dirty_gfn>() as u64;
+            if u64::try_from(bytes_max).unwrap_or(0) < bytes {
+                return unsupported("KVM here has no dirty ring");
+            }
+            enable(KVM_CAP_DIRTY_LOG_RING_ACQ_REL, bytes)?;
+            Ok(true)
+        }
+        Tracking::Log | Tracking::Auto => {
+            // Bit 0: clearing is ours. Bit 1, all pages dirty at first, would make the first
+            // round clear (and KVM write-protect) every page of the guest, touched or not.
+            if fd.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()) & 1 == 0 {
+                return unsupported("KVM here has no manual dirty log protection (Linux 5.1)");
+            }
+            enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1)?;
+            Ok(false)
+        }
+    }
+}
+
+fn add_chips(fd: &VmFd) -> Result<(), BackendError> {
+    kvm("KVM_SET_IDENTITY_MAP_ADDR", fd.set_identity_map_address(IDENTITY_MAP_ADDRESS))?;
+    kvm("KVM_SET_TSS_ADDR", fd.set_tss_address(TSS_ADDRESS))?;
+    kvm("KVM_CREATE_IRQCHIP", fd.create_irq_chip())?;
+    let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+    kvm("KVM_CREATE_PIT2", fd.create_pit2(pit))
+}
+
+fn create_vcpus(
+    fd: &VmFd,
+    entries: &[super::saved::SavedCpuid],
+    vcpus: u16,
+) -> Result<Vec<VcpuFd>, BackendError> {
+    (0..vcpus)
+        .map(|number| {
+            let vcpu = kvm("KVM_CREATE_VCPU", fd.create_vcpu(u64::from(number)))?;
+            let cpuid = cpuid::for_vcpu(entries, number, vcpus)?;
+            kvm("KVM_SET_CPUID2", vcpu.set_cpuid2(&cpuid))?;
+            Ok(vcpu)
+        })
+        .collect()
+}
+
+/// Makes the guest's time stamp counters count at the source's rate, and says at which they do.
+fn set_tsc_rate(fd: &VmFd, vcpus: &[VcpuFd], wanted_khz: Option<u32>) -> Result<u32, BackendError> {
+    let first = vcpus.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
+    let own_khz = kvm("KVM_GET_TSC_KHZ", first.get_tsc_khz())?;
+    let Some(wanted_khz) = wanted_khz else { return Ok(own_khz) };
+    let apart = u64::from(own_khz.abs_diff(wanted_khz)) * 1_000_000;
+    if apart == 0 {
+        return Ok(own_khz);
+    }
+    if wanted_khz != 0 && fd.check_extension_raw(KVM_CAP_TSC_CONTROL.into()) > 0 {
+        for vcpu in vcpus {
+            kvm("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(wanted_khz))?;
+        }
+        return Ok(wanted_khz);
+    }
+    if apart <= TSC_TOLERANCE_PPM * u64::from(own_khz) {
+        return Ok(own_khz);
+    }
+    let reason = format!(
+        "the guest's time stamp counter runs at {wanted_khz} kHz, this host's at {own_khz} kHz \
+         and it can't scale"
+    );
+    Err(BackendError::Unsupported { reason })
+}

@@ -1,0 +1,17 @@
+//! Guests that KVM executes.
+
+mod build;
+mod cpuid;
+mod kick;
+mod msrs;
+pub(crate) mod raw;
+mod saved;
+mod start;
+mod tsc;
+mod vcpu;
+mod vm;
+mod warm;
+
+pub(crate) use build::{BuildOptions, build, is_usable};
+pub(crate) use start::{SELECTOR_BOOT_CODE, SELECTOR_BOOT_DATA};
+pub(crate) use vm::KvmCore;

@@ -1,0 +1,373 @@
+//! What kvm-ioctls lacks of the kernel's interface, each call as one safe function.
+#![allow(unsafe_code)]
+// UNSAFETY: system calls that take pointers, and memory shared with the kernel (the run area and
+// the dirty ring of a vCPU). Everything that could be got wrong about either is in this module.
+
+use kvm_bindings::{
+    KVM_DIRTY_LOG_PAGE_OFFSET, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_clear_dirty_log,
+    kvm_device_attr, kvm_dirty_gfn, kvm_dirty_log, kvm_pre_fault_memory, kvm_run, kvm_sregs2,
+    kvm_userspace_memory_region, kvm_xsave,
+};
+use kvm_ioctls::{VcpuFd, VmFd};
+use martlet_ram::RamRegion;
+use martlet_units::PAGE_SIZE;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ref};
+use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr, ioctl_iow_nr, ioctl_iowr_nr};
+
+// Numbers from linux/kvm.h.
+ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
+ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION, KVMIO, 0x46, kvm_userspace_memory_region);
+ioctl_io_nr!(KVM_RUN, KVMIO, 0x80);
+ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, kvm_xsave);
+ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, kvm_xsave);
+ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
+ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
+ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
+ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
+ioctl_ior_nr!(KVM_GET_XSAVE2, KVMIO, 0xcf, kvm_xsave);
+ioctl_iowr_nr!(KVM_PRE_FAULT_MEMORY, KVMIO, 0xd5, kvm_pre_fault_memory);
+ioctl_iow_nr!(KVM_SET_DEVICE_ATTR, KVMIO, 0xe1, kvm_device_attr);
+ioctl_iow_nr!(KVM_GET_DEVICE_ATTR, KVMIO, 0xe2, kvm_device_attr);
+
+/// Bytes of an XSAVE area without extensions, and the least that KVM writes and reads.
+pub(crate) const XSAVE_BYTES_MIN: usize = 4096;
+
+fn check(result: i32) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Makes a region of guest memory a slot of a VM, or changes its flags. The slot's memory must
+/// outlive the VM: whoever calls this holds the region's `GuestRam` as long as the `VmFd`.
+pub(crate) fn set_slot(vm: &VmFd, slot: u32, flags: u32, region: &RamRegion) -> io::Result<()> {
+    let memory = kvm_userspace_memory_region {
+        slot,
+        flags,
+        guest_phys_addr: region.range().start().0 * PAGE_SIZE,
+        memory_size: region.len_bytes(),
+        userspace_addr: region.host_ptr(0).expose_provenance() as u64,
+    };
+    // SAFETY: the structure is complete; the memory behind it is a live mapping, see above.
+    check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
+}
+
+/// Takes a slot out of a VM.
+pub(crate) fn remove_slot(vm: &VmFd, slot: u32) -> io::Result<()> {
+    let memory = kvm_userspace_memory_region { slot, ..Default::default() };
+    // SAFETY: a slot of size 0 is removed; no memory is given.
+    check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
+}
+
+/// Reads a slot's whole dirty log: bit `b` of word `w` is page `64 * w + b`. `words` must have one
+/// bit for each page, rounded up to 64.
+pub(crate) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64]) -> io::Result<()> {
+    assert!(words.len() as u64 >= pages.div_ceil(64), "the log has a bit for each page");
+    let mut log = kvm_dirty_log { slot, ..Default::default() };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
+    // SAFETY: the kernel writes one bit a page, rounded up to a long (virt/kvm/kvm_main.c,
+    // kvm_dirty_bitmap_bytes), which is inside of `words` as asserted.
+    check(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) })
+}
+
+/// Catches the next write to the pages whose bits are set. `first_page` is a multiple of 64, and
+/// so is `pages` unless it ends with the slot (Documentation/virt/kvm/api.rst, 4.117).
+pub(crate) fn clear_dirty_log(
+    vm: &VmFd,
+    slot: u32,
+    first_page: u64,
+    pages: u32,
+    words: &[u64],
+) -> io::Result<()> {
+    assert!(words.len() as u64 >= u64::from(pages).div_ceil(64), "a bit for each page");
+    let mut log = kvm_clear_dirty_log { slot, num_pages: pages, first_page, ..Default::default() };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
+    // SAFETY: the kernel reads one bit a page, inside of `words` as asserted; it does not write.
+    check(unsafe { ioctl_with_ref(vm, KVM_CLEAR_DIRTY_LOG(), &log) })
+}
+
+/// Catches the next write to all pages whose ring entries were harvested, in all rings.
+pub(crate) fn reset_dirty_rings(vm: &VmFd) -> io::Result<()> {
+    // SAFETY: takes no argument.
+    check(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
+}
+
+pub(crate) fn get_sregs2(vcpu: &VcpuFd) -> io::Result<kvm_sregs2> {
+    let mut sregs = kvm_sregs2::default();
+    // SAFETY: the kernel writes exactly this structure.
+    check(unsafe { ioctl_with_mut_ref(vcpu, KVM_GET_SREGS2(), &mut sregs) })?;
+    Ok(sregs)
+}
+
+pub(crate) fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> io::Result<()> {
+    // SAFETY: the kernel reads exactly this structure.
+    check(unsafe { ioctl_with_ref(vcpu, KVM_SET_SREGS2(), sregs) })
+}
+
+/// How XSAVE areas are moved in a VM: which call, and how many bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct XsaveSize {
+    /// What KVM_CAP_XSAVE2 says, at least [`XSAVE_BYTES_MIN`].
+    bytes: usize,
+    extended: bool,
+}
+
+impl XsaveSize {
+    /// From the answer to KVM_CAP_XSAVE2 on the VM; 0 where it is not known.
+    pub(crate) fn from_capability(bytes: i32) -> XsaveSize {
+        let bytes = usize::try_from(bytes).unwrap_or(0);
+        XsaveSize { bytes: bytes.max(XSAVE_BYTES_MIN), extended: bytes > XSAVE_BYTES_MIN }
+    }
+
+    pub(crate) fn bytes(self) -> usize {
+        self.bytes
+    }
+}
+
+pub(crate) fn get_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &mut [u8]) -> io::Result<()> {
+    assert!(area.len() >= size.bytes);
+    let request = if size.extended { KVM_GET_XSAVE2() } else { KVM_GET_XSAVE() };
+    // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 at most what the capability says;
+    // `area` has as many. The kernel copies bytes, so alignment does not matter.
+    check(unsafe { ioctl_with_mut_ptr(vcpu, request, area.as_mut_ptr()) })
+}
+
+pub(crate) fn set_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &[u8]) -> io::Result<()> {
+    assert!(area.len() >= size.bytes);
+    // SAFETY: KVM_SET_XSAVE reads at most what the capability says; `area` has as many.
+    check(unsafe { vmm_sys_util::ioctl::ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), area.as_ptr()) })
+}
+
+/// Maps guest pages into the VM's second-level page tables before they are used.
+pub(crate) fn pre_fault(vcpu: &VcpuFd, gpa: u64, bytes: u64) -> io::Result<()> {
+    let mut range = kvm_pre_fault_memory { gpa, size: bytes, ..Default::default() };
+    // SAFETY: the kernel reads and writes exactly this structure.
+    check(unsafe { ioctl_with_mut_ref(vcpu, KVM_PRE_FAULT_MEMORY(), &mut range) })
+}
+
+/// The guest's time stamp counter minus the host's (Documentation/virt/kvm/devices/vcpu.rst, 4).
+pub(crate) fn get_tsc_offset(vcpu: &VcpuFd) -> io::Result<u64> {
+    let mut offset = 0u64;
+    let attribute = tsc_offset_attribute(ptr::from_mut(&mut offset).expose_provenance());
+    // SAFETY: the attribute is 8 bytes, written to `offset`, which outlives the call.
+    check(unsafe { ioctl_with_ref(vcpu, KVM_GET_DEVICE_ATTR(), &attribute) })?;
+    // SAFETY: initialised above, perhaps written by the kernel, which the compiler can't see.
+    Ok(unsafe { ptr::from_ref(&offset).read_volatile() })
+}
+
+pub(crate) fn set_tsc_offset(vcpu: &VcpuFd, offset: u64) -> io::Result<()> {
+    let attribute = tsc_offset_attribute(ptr::from_ref(&offset).expose_provenance());
+    // SAFETY: the attribute is 8 bytes, read from `offset`, which outlives the call.
+    check(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR(), &attribute) })
+}
+
+fn tsc_offset_attribute(address: usize) -> kvm_device_attr {
+    kvm_device_attr {
+        group: KVM_VCPU_TSC_CTRL,
+        attr: u64::from(KVM_VCPU_TSC_OFFSET),
+        addr: address as u64,
+        ..Default::default()
+    }
+}
+
+/// A shared mapping of a part of a vCPU's file.
+#[derive(Debug)]
+struct VcpuMapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: memory shared with the kernel, valid in every thread until the drop.
+unsafe impl Send for VcpuMapping {}
+// SAFETY: as above; accesses are atomic, or made by the vCPU's thread alone.
+unsafe impl Sync for VcpuMapping {}
+
+impl VcpuMapping {
+    fn map(vcpu: &VcpuFd, offset: u64, bytes: usize) -> io::Result<VcpuMapping> {
+        // SAFETY: the descriptor is open as long as `vcpu` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        // SAFETY: a new mapping at an address of the kernel's choice harms nobody.
+        let start = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap(ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, offset)
+        }?;
+        let start = NonNull::new(start.cast()).ok_or_else(io::Error::last_os_error)?;
+        Ok(VcpuMapping { start, bytes })
+    }
+}
+
+impl Drop for VcpuMapping {
+    fn drop(&mut self) {
+        // SAFETY: made by `map` with this length, and nobody holds a pointer into it.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// `struct kvm_run` and what follows it: where KVM says why the guest left.
+#[derive(Debug)]
+pub(crate) struct RunArea(VcpuMapping);
+
+/// A port access, as KVM describes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PortAccess {
+    pub(crate) is_in: bool,
+    pub(crate) size: u8,
+    pub(crate) port: u16,
+    offset: usize,
+    bytes: usize,
+}
+
+/// An access outside memory, as KVM describes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MmioAccess {
+    pub(crate) is_write: bool,
+    pub(crate) address: u64,
+    bytes: usize,
+}
+
+impl RunArea {
+    /// `bytes` is what KVM_GET_VCPU_MMAP_SIZE says.
+    pub(crate) fn map(vcpu: &VcpuFd, bytes: usize) -> io::Result<RunArea> {
+        assert!(bytes >= size_of::<kvm_run>());
+        VcpuMapping::map(vcpu, 0, bytes).map(RunArea)
+    }
+
+    /// While this is not 0, KVM_RUN completes pending I/O and returns EINTR before it enters the
+    /// guest.
+    pub(crate) fn immediate_exit(&self) -> &AtomicU8 {
+        // SAFETY: a byte of the mapping, which lives as long as `self`; the kernel reads it with
+        // a single access, every other user goes through this function.
+        unsafe { AtomicU8::from_ptr(&raw mut (*self.run()).immediate_exit) }
+    }
+
+    fn run(&self) -> *mut kvm_run {
+        self.0.start.as_ptr().cast()
+    }
+
+    /// Enters the guest; `Ok` is an exit reason.
+    pub(crate) fn enter(&mut self, vcpu: &VcpuFd) -> io::Result<u32> {
+        // SAFETY: takes no argument; what the kernel writes is read from the mapping below.
+        check(unsafe { ioctl(vcpu, KVM_RUN()) })?;
+        // SAFETY: inside the mapping; only this thread, which holds `&mut self`, enters.
+        Ok(unsafe { (&raw const (*self.run()).exit_reason).read_volatile() })
+    }
+
+    /// After KVM_EXIT_IO; `None` if what the kernel says points outside the area.
+    pub(crate) fn port_access(&self) -> Option<PortAccess> {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers.
+        let io = unsafe { (&raw const (*self.run()).__bindgen_anon_1.io).read_volatile() };
+        let bytes = usize::try_from(io.count).ok()?.checked_mul(usize::from(io.size))?;
+        let offset = usize::try_from(io.data_offset).ok()?;
+        let end = offset.checked_add(bytes)?;
+        let is_in = u32::from(io.direction) == kvm_bindings::KVM_EXIT_IO_IN;
+        (end <= self.0.bytes).then_some(PortAccess {
+            is_in,
+            size: io.size,
+            port: io.port,
+            offset,
+            bytes,
+        })
+    }
+
+    /// The bytes of a port access.
+    pub(crate) fn port_data(&mut self, access: PortAccess) -> &mut [u8] {
+        assert!(access.offset + access.bytes <= self.0.bytes);
+        // SAFETY: inside the mapping; the kernel touches it only in KVM_RUN, which needs
+        // `&mut self` too.
+        unsafe {
+            let data = self.0.start.as_ptr().add(access.offset);
+            std::slice::from_raw_parts_mut(data, access.bytes)
+        }
+    }
+
+    /// After KVM_EXIT_MMIO.
+    pub(crate) fn mmio_access(&self) -> MmioAccess {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers.
+        let mmio = unsafe { (&raw const (*self.run()).__bindgen_anon_1.mmio).read_volatile() };
+        MmioAccess {
+            is_write: mmio.is_write != 0,
+            address: mmio.phys_addr,
+            bytes: (mmio.len as usize).min(mmio.data.len()),
+        }
+    }
+
+    /// The bytes of an access outside memory.
+    pub(crate) fn mmio_data(&mut self, access: MmioAccess) -> &mut [u8] {
+        // SAFETY: the array is inside the mapping and longer than `bytes`; as for `port_data`.
+        let data = unsafe { &mut (*self.run()).__bindgen_anon_1.mmio.data };
+        &mut data[..access.bytes]
+    }
+
+    /// After KVM_EXIT_INTERNAL_ERROR: its number.
+    pub(crate) fn internal_error(&self) -> u32 {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers.
+        unsafe { (&raw const (*self.run()).__bindgen_anon_1.internal.suberror).read_volatile() }
+    }
+
+    /// After KVM_EXIT_FAIL_ENTRY: the hardware's reason.
+    pub(crate) fn entry_failure(&self) -> u64 {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers.
+        unsafe {
+            let fail = &raw const (*self.run()).__bindgen_anon_1.fail_entry;
+            (&raw const (*fail).hardware_entry_failure_reason).read_volatile()
+        }
+    }
+
+    /// After KVM_EXIT_SYSTEM_EVENT: its kind.
+    pub(crate) fn system_event(&self) -> u32 {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers.
+        unsafe { (&raw const (*self.run()).__bindgen_anon_1.system_event.type_).read_volatile() }
+    }
+}
+
+/// The dirty ring of one vCPU (Documentation/virt/kvm/api.rst, 8.29).
+#[derive(Debug)]
+pub(crate) struct DirtyRing {
+    mapping: VcpuMapping,
+    entries: u32,
+    /// The next entry to look at; counts on and on.
+    next: u32,
+}
+
+const DIRTY_GFN_F_DIRTY: u32 = 1;
+const DIRTY_GFN_F_RESET: u32 = 2;
+
+impl DirtyRing {
+    /// `entries` as in the capability: a power of two.
+    pub(crate) fn map(vcpu: &VcpuFd, entries: u32) -> io::Result<DirtyRing> {
+        assert!(entries.is_power_of_two());
+        let bytes = entries as usize * size_of::<kvm_dirty_gfn>();
+        let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE;
+        Ok(DirtyRing { mapping: VcpuMapping::map(vcpu, offset, bytes)?, entries, next: 0 })
+    }
+
+    /// Takes all entries that KVM has published, in order, and gives them back for the reset.
+    /// Returns how many there were.
+    pub(crate) fn harvest(&mut self, mut each: impl FnMut(u32, u64)) -> u32 {
+        let mut taken = 0;
+        while taken < self.entries {
+            let index = (self.next & (self.entries - 1)) as usize;
+            let entry = self.mapping.start.as_ptr().cast::<kvm_dirty_gfn>().wrapping_add(index);
+            // SAFETY: below `entries`, so inside the mapping; the kernel writes the flags with a
+            // release after the rest (virt/kvm/dirty_ring.c, kvm_dirty_gfn_set_dirtied).
+            let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
+            // Acquire: slot and offset are read after the flag that publishes them.
+            if flags.load(Ordering::Acquire) & DIRTY_GFN_F_DIRTY == 0 {
+                break;
+            }
+            // SAFETY: as above; published, so the kernel does not write it before the reset.
+            let (slot, offset) =
+                unsafe { ((&raw const (*entry).slot).read(), (&raw const (*entry).offset).read()) };
+            each(slot, offset);
+            // Release: the kernel's reset, which reads this flag with an acquire, comes after the
+            // reads above.
+            flags.store(DIRTY_GFN_F_RESET, Ordering::Release);
+            self.next = self.next.wrapping_add(1);
+            taken += 1;
+        }
+        taken
+    }
+}

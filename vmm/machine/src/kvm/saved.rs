@@ -1,0 +1,388 @@
+//! A vCPU and a VM as they travel: types of their own with numbered fields, so that a newer
+//! martlet can add to them and an older one still reads the rest. Never reuse a number.
+
+use kvm_bindings::{
+    kvm_debugregs, kvm_dtable, kvm_pic_state, kvm_pit_channel_state, kvm_regs, kvm_segment,
+    kvm_sregs, kvm_vcpu_events,
+};
+use minicbor::{Decode, Encode};
+
+/// Declares a saved type whose fields are the kernel structure's fields of the same names, and the
+/// two conversions. What the kernel's structure has beyond them (padding) is 0.
+macro_rules! mirror {
+    ($(#[$doc:meta])* $saved:ident of $kernel:ident {
+        $($number:literal $field:ident: $type:ty,)+
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+        pub(super) struct $saved {
+            $(#[n($number)] pub(super) $field: $type,)+
+        }
+
+        impl From<&$kernel> for $saved {
+            fn from(from: &$kernel) -> $saved {
+                $saved { $($field: from.$field.clone().into(),)+ }
+            }
+        }
+
+        impl From<&$saved> for $kernel {
+            #[allow(clippy::needless_update, reason = "some have no padding")]
+            fn from(from: &$saved) -> $kernel {
+                $kernel { $($field: from.$field.clone().into(),)+ ..Default::default() }
+            }
+        }
+    };
+}
+
+/// As [`mirror`], for structures that contain mirrored ones: conversions by reference.
+macro_rules! mirror_nested {
+    ($saved:ident of $kernel:ident {
+        nested { $($n_number:literal $n_field:ident: $n_type:ty,)* }
+        plain { $($number:literal $field:ident: $type:ty,)* }
+    }) => {
+        #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+        pub(super) struct $saved {
+            $(#[n($n_number)] pub(super) $n_field: $n_type,)*
+            $(#[n($number)] pub(super) $field: $type,)*
+        }
+
+        impl From<&$kernel> for $saved {
+            fn from(from: &$kernel) -> $saved {
+                $saved {
+                    $($n_field: (&from.$n_field).into(),)*
+                    $($field: from.$field,)*
+                }
+            }
+        }
+
+        impl From<&$saved> for $kernel {
+            #[allow(clippy::needless_update, reason = "some have no padding")]
+            fn from(from: &$saved) -> $kernel {
+                $kernel {
+                    $($n_field: (&from.$n_field).into(),)*
+                    $($field: from.$field,)*
+                    ..Default::default()
+                }
+            }
+        }
+    };
+}
+
+mirror!(
+    /// General registers.
+    SavedRegs of kvm_regs {
+        0 rax: u64, 1 rbx: u64, 2 rcx: u64, 3 rdx: u64, 4 rsi: u64, 5 rdi: u64, 6 rsp: u64,
+        7 rbp: u64, 8 r8: u64, 9 r9: u64, 10 r10: u64, 11 r11: u64, 12 r12: u64, 13 r13: u64,
+        14 r14: u64, 15 r15: u64, 16 rip: u64, 17 rflags: u64,
+    }
+);
+
+mirror!(
+    /// A segment register with its hidden part.
+    SavedSegment of kvm_segment {
+        0 base: u64, 1 limit: u32, 2 selector: u16, 3 type_: u8, 4 present: u8, 5 dpl: u8,
+        6 db: u8, 7 s: u8, 8 l: u8, 9 g: u8, 10 avl: u8, 11 unusable: u8,
+    }
+);
+
+mirror!(
+    /// A descriptor table register.
+    SavedTable of kvm_dtable { 0 base: u64, 1 limit: u16, }
+);
+
+mirror_nested!(
+    SavedSregs of kvm_sregs {
+        nested {
+            0 cs: SavedSegment, 1 ds: SavedSegment, 2 es: SavedSegment, 3 fs: SavedSegment,
+            4 gs: SavedSegment, 5 ss: SavedSegment, 6 tr: SavedSegment, 7 ldt: SavedSegment,
+            8 gdt: SavedTable, 9 idt: SavedTable,
+        }
+        plain {
+            10 cr0: u64, 11 cr2: u64, 12 cr3: u64, 13 cr4: u64, 14 cr8: u64, 15 efer: u64,
+            16 apic_base: u64, 17 interrupt_bitmap: [u64; 4],
+        }
+    }
+);
+
+mirror!(
+    /// Debug registers.
+    SavedDebug of kvm_debugregs { 0 db: [u64; 4], 1 dr6: u64, 2 dr7: u64, 3 flags: u64, }
+);
+
+/// What was about to happen to a vCPU when it stopped: `struct kvm_vcpu_events`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedEvents {
+    #[n(0)]
+    exception_injected: u8,
+    #[n(1)]
+    exception_nr: u8,
+    #[n(2)]
+    exception_has_error_code: u8,
+    #[n(3)]
+    exception_pending: u8,
+    #[n(4)]
+    exception_error_code: u32,
+    #[n(5)]
+    interrupt_injected: u8,
+    #[n(6)]
+    interrupt_nr: u8,
+    #[n(7)]
+    interrupt_soft: u8,
+    #[n(8)]
+    interrupt_shadow: u8,
+    #[n(9)]
+    nmi_injected: u8,
+    #[n(10)]
+    nmi_pending: u8,
+    #[n(11)]
+    nmi_masked: u8,
+    #[n(12)]
+    sipi_vector: u32,
+    #[n(13)]
+    flags: u32,
+    #[n(14)]
+    smi_smm: u8,
+    #[n(15)]
+    smi_pending: u8,
+    #[n(16)]
+    smi_inside_nmi: u8,
+    #[n(17)]
+    smi_latched_init: u8,
+    #[n(18)]
+    triple_fault_pending: u8,
+    #[n(19)]
+    exception_has_payload: u8,
+    #[n(20)]
+    exception_payload: u64,
+}
+
+impl From<&kvm_vcpu_events> for SavedEvents {
+    fn from(from: &kvm_vcpu_events) -> SavedEvents {
+        SavedEvents {
+            exception_injected: from.exception.injected,
+            exception_nr: from.exception.nr,
+            exception_has_error_code: from.exception.has_error_code,
+            exception_pending: from.exception.pending,
+            exception_error_code: from.exception.error_code,
+            interrupt_injected: from.interrupt.injected,
+            interrupt_nr: from.interrupt.nr,
+            interrupt_soft: from.interrupt.soft,
+            interrupt_shadow: from.interrupt.shadow,
+            nmi_injected: from.nmi.injected,
+            nmi_pending: from.nmi.pending,
+            nmi_masked: from.nmi.masked,
+            sipi_vector: from.sipi_vector,
+            flags: from.flags,
+            smi_smm: from.smi.smm,
+            smi_pending: from.smi.pending,
+            smi_inside_nmi: from.smi.smm_inside_nmi,
+            smi_latched_init: from.smi.latched_init,
+            triple_fault_pending: from.triple_fault.pending,
+            exception_has_payload: from.exception_has_payload,
+            exception_payload: from.exception_payload,
+        }
+    }
+}
+
+impl From<&SavedEvents> for kvm_vcpu_events {
+    fn from(from: &SavedEvents) -> kvm_vcpu_events {
+        let mut to = kvm_vcpu_events::default();
+        to.exception.injected = from.exception_injected;
+        to.exception.nr = from.exception_nr;
+        to.exception.has_error_code = from.exception_has_error_code;
+        to.exception.pending = from.exception_pending;
+        to.exception.error_code = from.exception_error_code;
+        to.interrupt.injected = from.interrupt_injected;
+        to.interrupt.nr = from.interrupt_nr;
+        to.interrupt.soft = from.interrupt_soft;
+        to.interrupt.shadow = from.interrupt_shadow;
+        to.nmi.injected = from.nmi_injected;
+        to.nmi.pending = from.nmi_pending;
+        to.nmi.masked = from.nmi_masked;
+        to.sipi_vector = from.sipi_vector;
+        to.flags = from.flags;
+        to.smi.smm = from.smi_smm;
+        to.smi.pending = from.smi_pending;
+        to.smi.smm_inside_nmi = from.smi_inside_nmi;
+        to.smi.latched_init = from.smi_latched_init;
+        to.triple_fault.pending = from.triple_fault_pending;
+        to.exception_has_payload = from.exception_has_payload;
+        to.exception_payload = from.exception_payload;
+        to
+    }
+}
+
+/// A register that is named by a number: an MSR or an extended control register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedNumbered {
+    #[n(0)]
+    pub(super) index: u32,
+    #[n(1)]
+    pub(super) value: u64,
+}
+
+/// Everything about a vCPU.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub(super) struct SavedVcpu {
+    #[n(0)]
+    pub(super) regs: SavedRegs,
+    #[n(1)]
+    pub(super) sregs: SavedSregs,
+    /// Page directory pointers of a guest that pages with PAE, where KVM tells them apart from
+    /// what is in memory.
+    #[n(2)]
+    pub(super) pdptrs: Option<[u64; 4]>,
+    #[n(3)]
+    pub(super) xcrs: Vec<SavedNumbered>,
+    /// The XSAVE area in its architectural layout, without the zeros at its end.
+    #[cbor(n(4), with = "minicbor::bytes")]
+    pub(super) xsave: Vec<u8>,
+    #[n(5)]
+    pub(super) debug: SavedDebug,
+    /// The local APIC's register page.
+    #[cbor(n(6), with = "minicbor::bytes")]
+    pub(super) lapic: Vec<u8>,
+    /// All MSRs that KVM lists and gives, but for the two below.
+    #[n(7)]
+    pub(super) msrs: Vec<SavedNumbered>,
+    /// IA32_TSC.
+    #[n(8)]
+    pub(super) tsc: u64,
+    /// The guest's TSC minus the host's, where KVM tells it.
+    #[n(9)]
+    pub(super) tsc_offset: Option<u64>,
+    /// IA32_TSC_DEADLINE; 0 if it is not armed.
+    #[n(10)]
+    pub(super) tsc_deadline: u64,
+    #[n(11)]
+    pub(super) mp_state: u32,
+    #[n(12)]
+    pub(super) events: SavedEvents,
+    /// State of a hypervisor inside of the guest, where KVM gives it.
+    #[cbor(n(13), with = "minicbor::bytes")]
+    pub(super) nested: Option<Vec<u8>>,
+    /// `CLOCK_REALTIME` when `tsc` was read, in nanoseconds.
+    #[n(14)]
+    pub(super) realtime_ns: u64,
+}
+
+mirror!(
+    /// One of the two interrupt controllers of the AT.
+    SavedPic of kvm_pic_state {
+        0 last_irr: u8, 1 irr: u8, 2 imr: u8, 3 isr: u8, 4 priority_add: u8, 5 irq_base: u8,
+        6 read_reg_select: u8, 7 poll: u8, 8 special_mask: u8, 9 init_state: u8, 10 auto_eoi: u8,
+        11 rotate_on_auto_eoi: u8, 12 special_fully_nested_mode: u8, 13 init4: u8, 14 elcr: u8,
+        15 elcr_mask: u8,
+    }
+);
+
+/// The I/O APIC.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedIoapic {
+    #[n(0)]
+    pub(super) base_address: u64,
+    #[n(1)]
+    pub(super) ioregsel: u32,
+    #[n(2)]
+    pub(super) id: u32,
+    #[n(3)]
+    pub(super) irr: u32,
+    #[n(4)]
+    pub(super) redirection: [u64; 24],
+}
+
+mirror!(
+    /// A counter of the interval timer.
+    SavedPitChannel of kvm_pit_channel_state {
+        0 count: u32, 1 latched_count: u16, 2 count_latched: u8, 3 status_latched: u8,
+        4 status: u8, 5 read_state: u8, 6 write_state: u8, 7 write_latch: u8, 8 rw_mode: u8,
+        9 mode: u8, 10 bcd: u8, 11 gate: u8, 12 count_load_time: i64,
+    }
+);
+
+/// The interval timer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedPit {
+    #[n(0)]
+    pub(super) channels: [SavedPitChannel; 3],
+    #[n(1)]
+    pub(super) flags: u32,
+}
+
+/// kvmclock, and what is needed to let it and the TSC go on by the time that the guest stood.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedClock {
+    /// Nanoseconds of kvmclock.
+    #[n(0)]
+    pub(super) clock_ns: u64,
+    /// `CLOCK_REALTIME` at the same moment.
+    #[n(1)]
+    pub(super) realtime_ns: u64,
+    /// The host's TSC at the same moment, where KVM read all three together.
+    #[n(2)]
+    pub(super) host_tsc: Option<u64>,
+}
+
+/// What vCPUs share.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub(super) struct SavedVm {
+    #[n(0)]
+    pub(super) pic_master: SavedPic,
+    #[n(1)]
+    pub(super) pic_slave: SavedPic,
+    #[n(2)]
+    pub(super) ioapic: SavedIoapic,
+    #[n(3)]
+    pub(super) pit: SavedPit,
+    #[n(4)]
+    pub(super) clock: SavedClock,
+}
+
+/// One CPUID entry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub(super) struct SavedCpuid {
+    #[n(0)]
+    pub(super) function: u32,
+    #[n(1)]
+    pub(super) index: u32,
+    #[n(2)]
+    pub(super) flags: u32,
+    #[n(3)]
+    pub(super) eax: u32,
+    #[n(4)]
+    pub(super) ebx: u32,
+    #[n(5)]
+    pub(super) ecx: u32,
+    #[n(6)]
+    pub(super) edx: u32,
+}
+
+/// What the destination's KVM must be able to do.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub(super) struct SavedHost {
+    /// What all vCPUs see, but for their own numbers in it.
+    #[n(0)]
+    pub(super) cpuid: Vec<SavedCpuid>,
+    /// Rate of the guest's TSC.
+    #[n(1)]
+    pub(super) tsc_khz: u32,
+}
+
+/// Reads a saved value. Bytes behind it are refused: they would be a part that nobody loads.
+pub(super) fn decode<'b, T: Decode<'b, ()>>(bytes: &'b [u8]) -> Result<T, String> {
+    let mut decoder = minicbor::Decoder::new(bytes);
+    let value = decoder.decode().map_err(|error| error.to_string())?;
+    if decoder.position() == bytes.len() {
+        Ok(value)
+    } else {
+        Err(format!("{} bytes behind its end", bytes.len() - decoder.position()))
+    }
+}
+
+/// Writes a saved value.
+pub(super) fn encode<T: Encode<()>>(value: &T) -> Vec<u8> {
+    minicbor::to_vec(value).expect("a vector takes everything")
+}

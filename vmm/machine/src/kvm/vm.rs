@@ -1,0 +1,245 @@
+//! What the vCPUs of a KVM VM share: memory slots, interrupt controllers, timer, clock.
+
+use super::raw;
+use super::saved::{SavedClock, SavedHost, SavedIoapic, SavedPit, SavedVm, decode, encode};
+use super::tsc::{Moment, elapsed_ns};
+use super::vcpu::VcpuCommon;
+use super::warm::WarmUp;
+use crate::Accel;
+use crate::clock;
+use crate::dirty::{KvmLog, KvmRing, Rings};
+use crate::memory::GuestMemory;
+use crate::vcpu::backend::{BackendError, VmBackend};
+use crate::vcpu::lock;
+use kvm_bindings::{
+    KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
+    KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip, kvm_pic_state, kvm_pit_state2,
+};
+use kvm_ioctls::VmFd;
+use martlet_ram::{DirtySource, GuestRam, TrackError};
+use std::io;
+use std::sync::{Arc, Mutex};
+
+/// The VM and the memory that its slots point to.
+pub(crate) struct KvmCore {
+    // Before the memory: the slots must not outlive it.
+    pub(super) fd: VmFd,
+    ram: Arc<GuestRam>,
+}
+
+impl KvmCore {
+    /// Gives the VM its memory, one slot a region, of the region's number.
+    pub(super) fn new(fd: VmFd, ram: Arc<GuestRam>) -> io::Result<KvmCore> {
+        let core = KvmCore { fd, ram };
+        core.set_slot_flags(0)?;
+        Ok(core)
+    }
+
+    /// Changes the flags of all slots of guest memory.
+    pub(crate) fn set_slot_flags(&self, flags: u32) -> io::Result<()> {
+        (0..)
+            .zip(self.ram.regions())
+            .try_for_each(|(slot, region)| raw::set_slot(&self.fd, slot, flags, region))
+    }
+
+    pub(crate) fn get_dirty_log(&self, slot: u32, pages: u64, words: &mut [u64]) -> io::Result<()> {
+        raw::get_dirty_log(&self.fd, slot, pages, words)
+    }
+
+    pub(crate) fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first_page: u64,
+        pages: u32,
+        words: &[u64],
+    ) -> io::Result<()> {
+        raw::clear_dirty_log(&self.fd, slot, first_page, pages, words)
+    }
+
+    pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
+        raw::reset_dirty_rings(&self.fd)
+    }
+}
+
+/// How this VM's dirty pages are found; fixed when it is made.
+pub(super) enum Tracker {
+    Log,
+    Ring(Arc<Rings>),
+}
+
+pub(super) struct KvmVm {
+    pub(super) core: Arc<KvmCore>,
+    pub(super) memory: Arc<GuestMemory>,
+    pub(super) common: Arc<VcpuCommon>,
+    pub(super) host: SavedHost,
+    pub(super) tracker: Tracker,
+    pub(super) warm_up: Mutex<Option<Arc<WarmUp>>>,
+}
+
+fn kvm<T>(
+    operation: &'static str,
+    result: Result<T, kvm_ioctls::Error>,
+) -> Result<T, BackendError> {
+    result.map_err(io::Error::from).map_err(BackendError::host(operation))
+}
+
+impl KvmVm {
+    fn get_chip(&self, id: u32) -> Result<kvm_irqchip, BackendError> {
+        let mut chip = kvm_irqchip { chip_id: id, ..Default::default() };
+        kvm("KVM_GET_IRQCHIP", self.core.fd.get_irqchip(&mut chip))?;
+        Ok(chip)
+    }
+
+    fn get_clock(&self) -> Result<(kvm_clock_data, Option<Moment>), BackendError> {
+        let data = kvm("KVM_GET_CLOCK", self.core.fd.get_clock())?;
+        let both = KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
+        let moment = (data.flags & both == both)
+            .then_some(Moment { host_tsc: data.host_tsc, realtime_ns: data.realtime });
+        Ok((data, moment))
+    }
+
+    /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
+    fn set_clock(&self, saved: &SavedClock) -> Result<(), BackendError> {
+        let (_, here) = self.get_clock()?;
+        let source =
+            saved.host_tsc.map(|host_tsc| Moment { host_tsc, realtime_ns: saved.realtime_ns });
+        self.common.tsc.plan(source, here, self.common.tsc_khz);
+        let elapsed = elapsed_ns(saved.realtime_ns, clock::realtime_ns());
+        let clock = saved.clock_ns.wrapping_add(elapsed);
+        let data = kvm_clock_data { clock, ..Default::default() };
+        kvm("KVM_SET_CLOCK", self.core.fd.set_clock(&data))
+    }
+}
+
+impl VmBackend for KvmVm {
+    fn accel(&self) -> Accel {
+        Accel::Kvm
+    }
+
+    fn warmed_up(&self) -> Result<(), BackendError> {
+        match lock(&self.warm_up).take() {
+            Some(warm_up) => warm_up.finish(&self.core.fd),
+            None => Ok(()),
+        }
+    }
+
+    fn tracking_name(&self) -> &'static str {
+        match self.tracker {
+            Tracker::Log => "KVM dirty log",
+            Tracker::Ring(_) => "KVM dirty ring",
+        }
+    }
+
+    fn description(&self) -> Vec<u8> {
+        encode(&self.host)
+    }
+
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
+        let (clock, moment) = self.get_clock()?;
+        let realtime_ns = moment.map_or_else(clock::realtime_ns, |moment| moment.realtime_ns);
+        let pit = kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?;
+        let saved = SavedVm {
+            pic_master: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_MASTER)?)).into(),
+            pic_slave: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_SLAVE)?)).into(),
+            ioapic: ioapic(&self.get_chip(KVM_IRQCHIP_IOAPIC)?),
+            pit: SavedPit { channels: pit.channels.each_ref().map(Into::into), flags: pit.flags },
+            clock: SavedClock {
+                clock_ns: clock.clock,
+                realtime_ns,
+                host_tsc: moment.map(|moment| moment.host_tsc),
+            },
+        };
+        Ok(encode(&saved))
+    }
+
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
+        let saved: SavedVm = decode(state).map_err(BackendError::state)?;
+        let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
+        set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
+        set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
+        set_chip(ioapic_chip(&saved.ioapic))?;
+        let pit = kvm_pit_state2 {
+            channels: saved.pit.channels.each_ref().map(Into::into),
+            flags: saved.pit.flags,
+            ..Default::default()
+        };
+        kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))?;
+        self.set_clock(&saved.clock)
+    }
+
+    fn pulse_irq(&self, line: u32) {
+        for level in [true, false] {
+            if let Err(error) = self.core.fd.set_irq_line(line, level) {
+                tracing::warn!(line, %error, "KVM_IRQ_LINE failed");
+            }
+        }
+    }
+
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+        Ok(match &self.tracker {
+            Tracker::Log => Box::new(KvmLog::start(&self.core, &self.memory)?),
+            Tracker::Ring(rings) => Box::new(KvmRing::start(rings, &self.memory)?),
+        })
+    }
+
+    fn has_gigabyte_pages(&self) -> bool {
+        super::cpuid::has_gigabyte_pages(&self.host.cpuid)
+    }
+
+    fn tsc_khz(&self) -> u32 {
+        self.host.tsc_khz
+    }
+
+    fn guest_base(&self) -> u64 {
+        0
+    }
+}
+
+/// The unions of `struct kvm_irqchip`: which member is meant follows from the number of the chip.
+#[allow(unsafe_code)]
+// UNSAFETY: reading a member of a C union whose members are all plain numbers.
+mod chips {
+    use super::{SavedIoapic, kvm_irqchip, kvm_pic_state};
+
+    pub(super) fn pic(chip: &kvm_irqchip) -> kvm_pic_state {
+        // SAFETY: all bit patterns of the union are valid for this member.
+        unsafe { chip.chip.pic }
+    }
+
+    pub(super) fn ioapic(chip: &kvm_irqchip) -> SavedIoapic {
+        // SAFETY: all bit patterns of the union are valid for this member.
+        let ioapic = unsafe { chip.chip.ioapic };
+        SavedIoapic {
+            base_address: ioapic.base_address,
+            ioregsel: ioapic.ioregsel,
+            id: ioapic.id,
+            irr: ioapic.irr,
+            // SAFETY: an entry's other member is made of the same 64 bits.
+            redirection: ioapic.redirtbl.map(|entry| unsafe { entry.bits }),
+        }
+    }
+}
+
+use chips::{ioapic, pic};
+
+fn pic_chip(id: u32, pic: kvm_pic_state) -> kvm_irqchip {
+    let mut chip = kvm_irqchip { chip_id: id, ..Default::default() };
+    chip.chip.pic = pic;
+    chip
+}
+
+fn ioapic_chip(saved: &SavedIoapic) -> kvm_irqchip {
+    let mut ioapic = kvm_bindings::kvm_ioapic_state {
+        base_address: saved.base_address,
+        ioregsel: saved.ioregsel,
+        id: saved.id,
+        irr: saved.irr,
+        ..Default::default()
+    };
+    for (entry, bits) in ioapic.redirtbl.iter_mut().zip(saved.redirection) {
+        entry.bits = bits;
+    }
+    let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
+    chip.chip.ioapic = ioapic;
+    chip
+}

@@ -1,0 +1,354 @@
+//! A machine: memory, vCPUs and devices under one roof, and the order in which they are used.
+
+use crate::boot;
+use crate::config::{Accel, MachineConfig, Tracking};
+use crate::devices::{Bus, Endpoint, SavedSerial};
+use crate::kvm::{self, BuildOptions};
+use crate::memory::GuestMemory;
+use crate::phase::{Event, Phase};
+use crate::saved::{Description, SavedMachine};
+use crate::threads;
+use crate::vcpu::backend::{BackendError, Built, VmBackend};
+use crate::vcpu::{Group, lock};
+use crate::{MachineError, SerialOut};
+use martlet_engine::RunState::{self, Paused, Running};
+use martlet_guest_program::{GuestCounters, read_counters};
+use martlet_protocol::RunPermit;
+use martlet_ram::GuestRam;
+use martlet_units::{Gpa, Instant, PageCount, PageRange};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Why a guest stopped for good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EndCause {
+    /// It asked to be reset.
+    Reset,
+    /// It shut itself down.
+    Shutdown,
+    /// It could not go on; why, in one line.
+    Crash(String),
+}
+
+impl std::fmt::Display for EndCause {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            EndCause::Reset => f.write_str("reset"),
+            EndCause::Shutdown => f.write_str("shutdown"),
+            EndCause::Crash(reason) => f.write_str(reason),
+        }
+    }
+}
+
+/// How a guest stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GuestStatus {
+    /// A destination whose guest has not arrived.
+    Waiting,
+    /// vCPUs run.
+    Running,
+    /// Paused by its owner.
+    Paused,
+    /// Stopped for a switchover that is not decided yet.
+    Switchover,
+    /// It stopped for good.
+    Ended(EndCause),
+    /// It was moved away, or the machine was quit.
+    Gone,
+}
+
+/// What a machine is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineInfo {
+    /// What executes the guest.
+    pub accel: Accel,
+    /// How its dirty pages are found, for people.
+    pub tracking: &'static str,
+    /// All memory.
+    pub memory: PageCount,
+    /// vCPUs.
+    pub vcpus: u16,
+}
+
+/// Why an owner's wish could not be met now. One line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot {wish}: the guest {state}")]
+pub struct OwnerError {
+    wish: &'static str,
+    state: String,
+}
+
+/// One machine with one guest, or waiting for one. Implements the engine's `SourceVmm` and
+/// `DestinationVmm`. Its owner may ask and order at any time, from any thread; an order that does
+/// not fit to what the engine is doing is refused.
+pub struct Machine {
+    // Before the memory and the devices: its drop ends the threads that use them.
+    pub(crate) group: Group,
+    pub(crate) vm: Arc<dyn VmBackend>,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) bus: Arc<Bus>,
+    pub(crate) endpoint: Arc<Endpoint>,
+    pub(crate) control: Mutex<Control>,
+}
+
+/// What changes of a machine. The lock is held while orders are given and waited for: a fraction
+/// of a millisecond.
+pub(crate) struct Control {
+    pub(crate) phase: Phase,
+    /// The permit of a guest that is paused by its owner.
+    pub(crate) permit: Option<RunPermit>,
+    /// vCPUs were told to save themselves and nobody has collected that yet.
+    pub(crate) is_saving: bool,
+}
+
+impl Control {
+    /// Moves to the next phase, or says why the wish can't be met.
+    pub(crate) fn step(&mut self, wish: &'static str, event: Event) -> Result<Phase, OwnerError> {
+        let was = self.phase;
+        let next = was.next(event);
+        let state = was.describe().to_owned();
+        self.phase = next.ok_or(OwnerError { wish, state })?;
+        Ok(was)
+    }
+}
+
+impl Machine {
+    /// Makes a machine with a new guest, which is paused at its first instruction:
+    /// [`Machine::continue_by_owner`] starts it.
+    pub fn new(config: &MachineConfig) -> Result<Arc<Machine>, MachineError> {
+        config.validate()?;
+        let endpoint = open_endpoint(&config.serial)?;
+        let parts = Parts {
+            accel: config.accel,
+            tracking: config.tracking,
+            vcpus: config.vcpus,
+            layout: &config.layout(),
+            description: None,
+        };
+        let (memory, built) = build(&parts)?;
+        let starts = boot::prepare(config, &memory, &*built.vm)?;
+        // What was written before the guest ran is not news.
+        memory.forget_written();
+        let prepare = move |number: usize, vcpu: &mut dyn crate::vcpu::backend::VcpuBackend| {
+            starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))
+        };
+        let machine = Machine::assemble(memory, built, Arc::clone(&endpoint), prepare)?;
+        {
+            let mut control = lock(&machine.control);
+            control.permit = Some(RunPermit::for_new_guest());
+            control.phase = Phase::Here(Paused);
+        }
+        endpoint.attach(&machine.bus);
+        Ok(Arc::new(machine))
+    }
+
+    /// Makes a machine that waits for the guest of this description.
+    pub(crate) fn waiting(
+        description: &Description,
+        tracking: Tracking,
+        endpoint: Arc<Endpoint>,
+    ) -> Result<Machine, MachineError> {
+        let parts = Parts {
+            accel: description.accel,
+            tracking,
+            vcpus: description.vcpus,
+            layout: &description.memory,
+            description: Some(&description.backend),
+        };
+        let (memory, built) = build(&parts)?;
+        let machine = Machine::assemble(memory, built, endpoint, |_, vcpu| vcpu.warm_up())?;
+        machine.vm.warmed_up()?;
+        Ok(machine)
+    }
+
+    fn assemble(
+        memory: Arc<GuestMemory>,
+        built: Built,
+        endpoint: Arc<Endpoint>,
+        prepare: impl Fn(usize, &mut dyn crate::vcpu::backend::VcpuBackend) -> Result<(), BackendError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Result<Machine, MachineError> {
+        let bus = Arc::new(Bus::new(Arc::clone(&endpoint)));
+        let vm = built.vm;
+        let irqs = Arc::downgrade(&vm);
+        bus.connect(Arc::new(move |line| {
+            if let Some(vm) = irqs.upgrade() {
+                vm.pulse_irq(line);
+            }
+        }));
+        let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
+        let control = Control { phase: Phase::Waiting, permit: None, is_saving: false };
+        Ok(Machine { group, vm, memory, bus, endpoint, control: Mutex::new(control) })
+    }
+
+    /// How the guest stands.
+    pub fn status(&self) -> GuestStatus {
+        let phase = lock(&self.control).phase;
+        match (phase, self.group.ended_because()) {
+            (Phase::Gone, _) => GuestStatus::Gone,
+            (_, Some(cause)) => GuestStatus::Ended(cause),
+            (Phase::Waiting, None) => GuestStatus::Waiting,
+            (Phase::Here(Running), None) => GuestStatus::Running,
+            (Phase::Here(Paused), None) => GuestStatus::Paused,
+            (Phase::Stopping(_) | Phase::Switchover(_), None) => GuestStatus::Switchover,
+        }
+    }
+
+    /// What the machine is made of.
+    pub fn info(&self) -> MachineInfo {
+        MachineInfo {
+            accel: self.vm.accel(),
+            tracking: self.vm.tracking_name(),
+            memory: self.memory.ram().pages(),
+            vcpus: u16::try_from(self.group.len()).expect("checked when it was made"),
+        }
+    }
+
+    /// Pauses the guest until it is continued; returns when no vCPU runs. Allowed during a
+    /// migration's rounds: the guest then arrives paused. Paused already is fine.
+    pub fn pause_by_owner(&self) -> Result<(), OwnerError> {
+        let mut control = self.owner("pause it")?;
+        if control.step("pause it", Event::Pause)? == Phase::Here(Running) {
+            self.group.begin_leave();
+            control.permit = self.group.wait_out();
+        }
+        Ok(())
+    }
+
+    /// Lets a paused guest go on. Running already is fine.
+    pub fn continue_by_owner(&self) -> Result<(), OwnerError> {
+        let mut control = self.owner("continue it")?;
+        if control.step("continue it", Event::Continue)? == Phase::Here(Paused) {
+            let permit = control.permit.take().expect("a paused guest's permit is here");
+            self.group.run(permit);
+        }
+        Ok(())
+    }
+
+    /// Ends the vCPUs; the guest never runs again here. Any number of times.
+    pub fn quit(&self) {
+        let mut control = lock(&self.control);
+        control.phase = Phase::Gone;
+        control.permit = None;
+        control.is_saving = false;
+        self.group.end();
+        self.endpoint.detach();
+    }
+
+    /// What the guest says of itself, if it is the built-in program. Any time.
+    pub fn guest_counters(&self) -> Option<GuestCounters> {
+        read_counters(|gpa: Gpa, bytes: &mut [u8]| self.memory.read(gpa, bytes))
+    }
+
+    /// The last sign of life, on `CLOCK_MONOTONIC`: a byte to the debug or the serial port.
+    pub fn last_heartbeat(&self) -> Option<Instant> {
+        self.bus.heartbeat().last()
+    }
+
+    /// The first sign of life in this process.
+    pub fn first_heartbeat(&self) -> Option<Instant> {
+        self.bus.heartbeat().first()
+    }
+
+    /// Bytes of serial output that could not be written at once and are lost.
+    pub fn serial_bytes_dropped(&self) -> u64 {
+        self.endpoint.dropped()
+    }
+
+    /// Its memory.
+    pub fn guest_ram(&self) -> &Arc<GuestRam> {
+        self.memory.ram()
+    }
+
+    fn owner(&self, wish: &'static str) -> Result<MutexGuard<'_, Control>, OwnerError> {
+        let control = lock(&self.control);
+        match self.group.ended_because() {
+            Some(cause) => Err(OwnerError { wish, state: format!("has ended ({cause})") }),
+            None => Ok(control),
+        }
+    }
+
+    pub(crate) fn description(&self) -> Description {
+        let info = self.info();
+        Description {
+            accel: info.accel,
+            vcpus: info.vcpus,
+            memory: self.memory.ram().layout(),
+            backend: self.vm.description(),
+        }
+    }
+
+    /// Lets the guest go on as the engine or the owner left it.
+    pub(crate) fn go_on(&self, control: &mut Control, permit: RunPermit, state: RunState) {
+        match state {
+            Running => self.group.run(permit),
+            Paused => control.permit = Some(permit),
+        }
+    }
+
+    /// Collects what the vCPUs saved and adds the rest.
+    pub(crate) fn collect(&self, control: &mut Control) -> Result<SavedMachine, String> {
+        // The VM's part is read while the vCPUs still save theirs.
+        let vm = self.vm.save().map_err(|error| error.to_string());
+        control.is_saving = false;
+        let vcpus = self.group.wait_saved();
+        let vcpus = vcpus.map_err(|(number, error)| format!("vCPU {number}: {error}"))?;
+        let serial: SavedSerial = self.bus.save_serial();
+        Ok(SavedMachine { vcpus: vcpus.into_iter().map(Into::into).collect(), vm: vm?, serial })
+    }
+
+    /// Waits for saves that nobody wants, so that the next order finds all vCPUs idle.
+    pub(crate) fn forget_saves(&self, control: &mut Control) {
+        if std::mem::take(&mut control.is_saving) {
+            let _ = self.group.wait_saved();
+        }
+    }
+}
+
+/// What a backend is built from.
+struct Parts<'a> {
+    accel: Accel,
+    tracking: Tracking,
+    vcpus: u16,
+    layout: &'a [PageRange],
+    description: Option<&'a [u8]>,
+}
+
+fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
+    match parts.accel {
+        Accel::Kvm => {
+            let ram = GuestRam::create(parts.layout).map_err(MachineError::Memory)?;
+            let memory = Arc::new(GuestMemory::new(Arc::new(ram)));
+            let options = BuildOptions {
+                vcpus: parts.vcpus,
+                tracking: parts.tracking,
+                description: parts.description,
+            };
+            let built = kvm::build(&memory, &options)?;
+            Ok((memory, built))
+        }
+        Accel::Threads => {
+            let ram = Arc::new(threads::create_ram(parts.layout)?);
+            let built = threads::build(&ram, parts.vcpus, parts.description)?;
+            Ok((Arc::new(GuestMemory::new(ram)), built))
+        }
+    }
+}
+
+/// Whether this process can use KVM; the error says in one line why not.
+pub fn kvm_is_usable() -> Result<(), MachineError> {
+    Ok(kvm::is_usable()?)
+}
+
+/// Opens where a serial port goes.
+pub(crate) fn open_endpoint(serial: &SerialOut) -> Result<Arc<Endpoint>, MachineError> {
+    Endpoint::open(serial).map_err(|source| {
+        let path = match serial {
+            SerialOut::File(path) | SerialOut::Unix(path) => path.as_path(),
+            SerialOut::Stdio | SerialOut::None => Path::new("standard output"),
+        };
+        MachineError::File { what: "serial port", path: path.to_owned(), source }
+    })
+}

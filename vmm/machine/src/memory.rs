@@ -1,0 +1,118 @@
+//! The VMM's own access to guest memory.
+#![allow(unsafe_code)]
+// UNSAFETY: guest memory is a raw pointer, because the guest may write it at any moment; the two
+// copies in here are bounded by the region that the pointer came from.
+
+use martlet_ram::{GuestRam, RamBitmap};
+use martlet_units::{Gpa, PAGE_SIZE};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Reads and writes guest memory, and remembers which pages it wrote: KVM's dirty tracking does
+/// not see writes that come from outside of its vCPUs.
+pub(crate) struct GuestMemory {
+    ram: Arc<GuestRam>,
+    written: RamBitmap,
+    has_written: AtomicBool,
+}
+
+impl GuestMemory {
+    pub(crate) fn new(ram: Arc<GuestRam>) -> GuestMemory {
+        let written = RamBitmap::new(&ram);
+        GuestMemory { ram, written, has_written: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
+    /// Fills `bytes` from guest memory; `false`, and an unspecified part of it filled, if there is
+    /// not memory everywhere. What the guest writes meanwhile may be seen in part.
+    pub(crate) fn read(&self, from: Gpa, bytes: &mut [u8]) -> bool {
+        let mut gpa = from.0;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let Some((host, length)) = self.piece(gpa, rest.len()) else { return false };
+            let (now, later) = rest.split_at_mut(length);
+            // SAFETY: `piece` promises `length` bytes of a live mapping; they never overlap
+            // `now`, which is memory of our own. The guest may race, so nothing is assumed of
+            // the bytes' values.
+            unsafe { std::ptr::copy_nonoverlapping(host.cast_const(), now.as_mut_ptr(), length) };
+            (gpa, rest) = (gpa + length as u64, later);
+        }
+        true
+    }
+
+    /// Writes `bytes` to guest memory; `false`, and an unspecified part of them written, if there
+    /// is not memory everywhere.
+    #[must_use]
+    pub(crate) fn write(&self, to: Gpa, bytes: &[u8]) -> bool {
+        let mut gpa = to.0;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let Some((host, length)) = self.piece(gpa, rest.len()) else { return false };
+            let (now, later) = rest.split_at(length);
+            // SAFETY: as in `read`.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), host, length) };
+            // Marked after it was written: a sync in between reports it the next time.
+            if let Some((region, page)) = self.ram.find(Gpa(gpa).to_gfn()) {
+                self.written.region(region).set(page);
+            }
+            (gpa, rest) = (gpa + length as u64, later);
+        }
+        self.has_written.store(true, Ordering::Release);
+        true
+    }
+
+    /// Adds the pages that were written since the last call, or since `forget_written`.
+    pub(crate) fn take_written(&self, into: &RamBitmap) {
+        if !self.has_written.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        for (region, bitmap) in self.written.iter() {
+            for word in 0..bitmap.word_count() {
+                into.region(region).or_word(word, bitmap.take_word(word));
+            }
+        }
+    }
+
+    /// Forgets what was written so far: a new guest's memory is sent as a whole.
+    pub(crate) fn forget_written(&self) {
+        self.take_written(&RamBitmap::new(&self.ram));
+    }
+
+    /// The longest piece of at most `length` bytes at `gpa` that is inside of one page.
+    fn piece(&self, gpa: u64, length: usize) -> Option<(*mut u8, usize)> {
+        let (region, page) = self.ram.find(Gpa(gpa).to_gfn())?;
+        let offset = usize::try_from(gpa % PAGE_SIZE).ok()?;
+        let to_page_end = usize::try_from(PAGE_SIZE).ok()? - offset;
+        let host = self.ram.region(region)?.host_ptr(page).wrapping_add(offset);
+        Some((host, length.min(to_page_end)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_units::{Gfn, PageCount, PageRange};
+
+    #[test]
+    fn copies_across_pages_but_not_into_a_hole() {
+        let range = |start, pages| PageRange::try_new(Gfn(start), PageCount(pages)).unwrap();
+        let ram = Arc::new(GuestRam::create(&[range(0, 2), range(2, 1), range(10, 1)]).unwrap());
+        let memory = GuestMemory::new(ram);
+        let bytes: Vec<u8> = (0..=255).cycle().take(9000).collect();
+        assert!(memory.write(Gpa(100), &bytes));
+        let mut read = vec![0; 9000];
+        assert!(memory.read(Gpa(100), &mut read));
+        assert_eq!(read, bytes);
+        assert!(!memory.write(Gpa(3 * 4096 - 1), &[1, 2]));
+        assert!(!memory.read(Gpa(5 * 4096), &mut [0]));
+
+        let dirty = RamBitmap::new(memory.ram());
+        memory.take_written(&dirty);
+        assert_eq!(dirty.count(), 3);
+        memory.take_written(&RamBitmap::new(memory.ram()));
+        assert_eq!(dirty.count(), 3);
+    }
+}

@@ -1,0 +1,131 @@
+//! A machine whose guest can be moved away.
+
+use crate::clock;
+use crate::machine::Machine;
+use crate::phase::{Event, Phase};
+use crate::vcpu::lock;
+use martlet_engine::{GuestCheck, Paused, Rehearsal, RunState, SourceVmm, VmmError};
+use martlet_protocol::RunPermit;
+use martlet_ram::{DirtySource, GuestRam, TrackError};
+use martlet_units::Instant;
+use std::sync::Arc;
+
+fn failed(action: &str, reason: impl Into<String>) -> VmmError {
+    VmmError { action: action.to_owned(), reason: reason.into() }
+}
+
+impl SourceVmm for Machine {
+    fn machine_description(&self) -> Vec<u8> {
+        self.description().encode()
+    }
+
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(self.memory.ram())
+    }
+
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+        self.vm.track()
+    }
+
+    fn rehearse(&self) -> Result<Rehearsal, VmmError> {
+        const ACTION: &str = "rehearse the stop";
+        let mut control = lock(&self.control);
+        if !matches!(control.phase, Phase::Here(_)) {
+            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+        }
+        self.check_alive(ACTION)?;
+        let pause = self.group.begin_rehearsal();
+        let begin = clock::now();
+        control.is_saving = true;
+        let state = self.collect(&mut control).map_err(|reason| failed(ACTION, reason))?;
+        let save = clock::now().since(begin);
+        Ok(Rehearsal { pause, save, state: state.encode() })
+    }
+
+    fn set_throttle(&self, percent: u8) {
+        if let Err(error) = self.group.set_throttle(percent) {
+            tracing::warn!(%error, percent, "the guest could not be throttled");
+        }
+    }
+
+    fn begin_pause(&self) {
+        let mut control = lock(&self.control);
+        if control.step("stop it", Event::BeginPause).is_ok() {
+            control.is_saving = true;
+            self.group.begin_save();
+        }
+    }
+
+    fn wait_paused(&self) -> Result<Paused, VmmError> {
+        const ACTION: &str = "stop the guest";
+        let mut control = lock(&self.control);
+        let Phase::Stopping(was) = control.phase else {
+            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+        };
+        let from_vcpus = self.group.wait_out();
+        let permit = from_vcpus.or_else(|| control.permit.take());
+        let permit = permit.expect("the permit of a guest that is here");
+        if let Err(error) = self.check_alive(ACTION) {
+            self.forget_saves(&mut control);
+            control.step("go on", Event::CannotLeave).expect("it was stopping");
+            self.go_on(&mut control, permit, was);
+            return Err(error);
+        }
+        control.step("stop it", Event::AllOut).expect("it was stopping");
+        Ok(Paused { permit, was })
+    }
+
+    fn take_state(&self) -> Result<Vec<u8>, VmmError> {
+        const ACTION: &str = "save the guest's state";
+        let mut control = lock(&self.control);
+        if !matches!(control.phase, Phase::Switchover(_)) || !control.is_saving {
+            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+        }
+        let state = self.collect(&mut control).map_err(|reason| failed(ACTION, reason))?;
+        Ok(state.encode())
+    }
+
+    fn resume(&self, permit: RunPermit, state: RunState) {
+        let mut control = lock(&self.control);
+        self.forget_saves(&mut control);
+        match control.step("resume it", Event::Resume(state)) {
+            Ok(_) => self.go_on(&mut control, permit, state),
+            // The machine was quit meanwhile; the permit ends here.
+            Err(error) => tracing::warn!(%error, "resumed too late"),
+        }
+    }
+
+    fn moved_away(&self) {
+        let mut control = lock(&self.control);
+        self.forget_saves(&mut control);
+        match control.step("leave", Event::MovedAway) {
+            Ok(_) => {
+                self.endpoint.detach();
+                self.group.end();
+            }
+            Err(error) => tracing::warn!(%error, "moved away out of order"),
+        }
+    }
+
+    fn last_heartbeat(&self) -> Option<Instant> {
+        Machine::last_heartbeat(self)
+    }
+
+    fn guest_check(&self) -> Option<GuestCheck> {
+        self.guest_counters().map(|counters| GuestCheck {
+            verified_pages: counters.verified_pages,
+            wrong_pages: counters.wrong_pages,
+            heartbeats: counters.heartbeats,
+        })
+    }
+}
+
+impl Machine {
+    /// A guest that has ended has no future elsewhere either.
+    fn check_alive(&self, action: &str) -> Result<(), VmmError> {
+        match self.group.ended_because() {
+            Some(cause) => Err(failed(action, format!("the guest has ended ({cause})"))),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! All vCPUs of a machine, ordered about together.
+//!
+//! The right to run the guest lies here while it runs: [`Group::run`] takes the permit and is the
+//! only function that lets a vCPU into the guest, [`Group::wait_out`] gives it back when no vCPU
+//! is in the guest any more.
+
+use super::backend::{BackendError, VcpuBackend};
+use super::orders::{Order, Orders, Task, Then};
+use super::shared::{Exchange, Seat, Shared, lock};
+use super::thread::{THROTTLE_RUN, VcpuThread, throttle_sleep};
+use crate::EndCause;
+use crate::clock;
+use crate::devices::Bus;
+use martlet_protocol::RunPermit;
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// See the module's comment. Calls that give orders must not overlap: the machine's lock sees to
+/// that.
+pub(crate) struct Group {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    permit: Mutex<Option<RunPermit>>,
+    throttler: Mutex<Option<Throttler>>,
+}
+
+struct Throttler {
+    thread: JoinHandle<()>,
+    /// Dropped to end the thread.
+    stop: Sender<()>,
+}
+
+impl Group {
+    /// Starts one thread for each vCPU; `prepare` is called on it before it takes orders. Returns
+    /// when all threads are ready.
+    pub(crate) fn start(
+        vcpus: Vec<Box<dyn VcpuBackend>>,
+        bus: Arc<Bus>,
+        prepare: impl Fn(usize, &mut dyn VcpuBackend) -> Result<(), BackendError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Result<Group, BackendError> {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        // One processor is left to whoever receives the guest and gives the orders.
+        let awake_max = u32::try_from(processors.saturating_sub(1).max(1)).unwrap_or(u32::MAX);
+        let seats = vcpus
+            .iter()
+            .map(|vcpu| Seat { kicker: vcpu.kicker(), exchange: Mutex::new(Exchange::default()) })
+            .collect();
+        let shared = Arc::new(Shared::new(Orders::new(awake_max), seats, bus));
+        let group = Group {
+            shared: Arc::clone(&shared),
+            threads: Mutex::new(Vec::new()),
+            permit: Mutex::new(None),
+            throttler: Mutex::new(None),
+        };
+        let prepare = Arc::new(prepare);
+        let (ready, results) = mpsc::channel();
+        let mut started = 0;
+        for (number, mut backend) in vcpus.into_iter().enumerate() {
+            let (shared, prepare, ready) =
+                (Arc::clone(&shared), Arc::clone(&prepare), ready.clone());
+            let number_u32 = u32::try_from(number).expect("vCPU numbers are small");
+            let thread =
+                std::thread::Builder::new().name(format!("vcpu{number}")).spawn(move || {
+                    let prepared = backend.attach().and_then(|()| prepare(number, &mut *backend));
+                    let _ = ready.send(prepared);
+                    drop((ready, prepare));
+                    let order = Order::FIRST;
+                    VcpuThread { number: number_u32, backend, shared, order, throttle_tick: 0 }
+                        .main();
+                });
+            let thread = thread.map_err(BackendError::host("start a vCPU thread"))?;
+            lock(&group.threads).push(thread);
+            started += 1;
+        }
+        drop(ready);
+        // On an error the group's drop ends the threads that did start.
+        for _ in 0..started {
+            results
+                .recv()
+                .map_err(|_| io::Error::other("ended early"))
+                .map_err(BackendError::host("prepare a vCPU thread"))??;
+        }
+        Ok(group)
+    }
+
+    /// How many vCPUs there are.
+    pub(crate) fn len(&self) -> usize {
+        self.shared.seats.len()
+    }
+
+    fn threads(&self) -> u32 {
+        u32::try_from(self.len()).expect("vCPU numbers are small")
+    }
+
+    /// Why the guest stopped for good, if it did.
+    pub(crate) fn ended_because(&self) -> Option<EndCause> {
+        self.shared.ended_because()
+    }
+
+    /// Lets all vCPUs into the guest. One store for all of them; sleepers are woken.
+    pub(crate) fn run(&self, permit: RunPermit) {
+        let before = lock(&self.permit).replace(permit);
+        assert!(before.is_none(), "a guest has one permit");
+        self.shared.orders.give(Task::None, Then::Run);
+    }
+
+    /// Tells all vCPUs to leave; waits for nothing.
+    pub(crate) fn begin_leave(&self) {
+        self.shared.out.start(self.threads());
+        self.shared.orders.give(Task::Leave, Then::Stay);
+        self.shared.kick_all();
+    }
+
+    /// Tells all vCPUs to leave and then each to save itself; waits for nothing.
+    pub(crate) fn begin_save(&self) {
+        self.order_save(Then::Stay);
+    }
+
+    fn order_save(&self, then: Then) {
+        self.shared.out.start(self.threads());
+        self.shared.done.start(self.threads());
+        self.shared.orders.give(Task::Save, then);
+        self.shared.kick_all();
+    }
+
+    /// Waits until all are out and gives the permit back, if it was here.
+    pub(crate) fn wait_out(&self) -> Option<RunPermit> {
+        self.shared.out.wait();
+        lock(&self.permit).take()
+    }
+
+    /// Waits for the states that `begin_save` asked for, in order of the vCPUs' numbers. The
+    /// error names the vCPU.
+    pub(crate) fn wait_saved(&self) -> Result<Vec<Vec<u8>>, (usize, BackendError)> {
+        self.shared.done.wait();
+        let states = self.shared.seats.iter().enumerate().map(|(number, seat)| {
+            let saved = lock(&seat.exchange).saved.take();
+            saved.unwrap_or_else(|| Err(BackendError::state("not saved"))).map_err(|e| (number, e))
+        });
+        // All are taken, so that an old state is never mistaken for a new one.
+        states.collect::<Vec<_>>().into_iter().collect()
+    }
+
+    /// Makes all vCPUs leave, save themselves and go on as they were. Returns the time until the
+    /// last was out; the states are collected with [`Group::wait_saved`].
+    pub(crate) fn begin_rehearsal(&self) -> Duration {
+        let runs = lock(&self.permit).is_some();
+        let begin = clock::now();
+        self.order_save(if runs { Then::Run } else { Then::Stay });
+        self.shared.out.wait();
+        clock::now().since(begin)
+    }
+
+    /// Loads one state into each vCPU, all at once, and returns the longest time that entering
+    /// and leaving one took afterwards. Only while none runs.
+    pub(crate) fn load(&self, states: Vec<Vec<u8>>) -> Result<Duration, (usize, BackendError)> {
+        assert_eq!(states.len(), self.len(), "one state for each vCPU");
+        assert!(lock(&self.permit).is_none(), "vCPUs are loaded while they may not run");
+        for (seat, state) in self.shared.seats.iter().zip(states) {
+            lock(&seat.exchange).input = state;
+        }
+        self.shared.done.start(self.threads());
+        self.shared.orders.give(Task::Load, Then::Stay);
+        self.shared.done.wait();
+        let results = self.shared.seats.iter().enumerate().map(|(number, seat)| {
+            let loaded = lock(&seat.exchange).loaded.take();
+            loaded
+                .unwrap_or_else(|| Err(BackendError::state("not loaded")))
+                .map_err(|e| (number, e))
+        });
+        let times: Vec<_> = results.collect();
+        times.into_iter().try_fold(Duration::ZERO, |longest, time| Ok(longest.max(time?)))
+    }
+
+    /// Keeps the waiting threads awake for at most `limit`.
+    pub(crate) fn arm(&self, limit: Duration) {
+        assert!(lock(&self.permit).is_none(), "armed while it may run");
+        self.shared.orders.arm(limit);
+    }
+
+    /// Takes this share of the guest's running time away, 0 to 99 per cent. A timer thread lives
+    /// while it is not 0.
+    pub(crate) fn set_throttle(&self, percent: u8) -> io::Result<()> {
+        let percent = percent.min(99);
+        self.shared.throttle.percent.store(percent, Ordering::Relaxed);
+        let mut throttler = lock(&self.throttler);
+        if percent == 0 {
+            if let Some(Throttler { thread, stop }) = throttler.take() {
+                drop(stop);
+                let _ = thread.join();
+            }
+        } else if throttler.is_none() {
+            let (stop, stopped) = mpsc::channel::<()>();
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name("throttle".into()).spawn(move || {
+                loop {
+                    let percent = u32::from(shared.throttle.percent.load(Ordering::Relaxed));
+                    let period = THROTTLE_RUN + throttle_sleep(percent);
+                    match stopped.recv_timeout(period) {
+                        Err(RecvTimeoutError::Timeout) => {
+                            shared.throttle.tick.fetch_add(1, Ordering::Relaxed);
+                            shared.kick_all();
+                        }
+                        Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
+                    }
+                }
+            })?;
+            *throttler = Some(Throttler { thread, stop });
+        }
+        Ok(())
+    }
+
+    /// Ends all threads; the permit, if it is here, is dropped: the guest never runs again.
+    pub(crate) fn end(&self) {
+        let _ = self.set_throttle(0);
+        self.shared.orders.give(Task::Exit, Then::Stay);
+        self.shared.kick_all();
+        for thread in lock(&self.threads).drain(..) {
+            let _ = thread.join();
+        }
+        drop(lock(&self.permit).take());
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

@@ -1,0 +1,100 @@
+//! What the vCPU threads of a machine and whoever orders them about have in common.
+
+use super::backend::{BackendError, Kicker};
+use super::countdown::Countdown;
+use super::orders::Orders;
+use crate::EndCause;
+use crate::devices::Bus;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// See the module's comment.
+pub(crate) struct Shared {
+    pub(crate) orders: Orders,
+    /// Threads that have yet to leave the guest after [`Task::Leave`] or [`Task::Save`].
+    ///
+    /// [`Task::Leave`]: super::orders::Task::Leave
+    /// [`Task::Save`]: super::orders::Task::Save
+    pub(crate) out: Countdown,
+    /// Threads that have yet to finish saving or loading.
+    pub(crate) done: Countdown,
+    pub(crate) seats: Box<[Seat]>,
+    pub(crate) bus: Arc<Bus>,
+    pub(crate) throttle: Throttle,
+    ended: AtomicBool,
+    ended_because: Mutex<Option<EndCause>>,
+}
+
+/// One vCPU as others see it.
+pub(crate) struct Seat {
+    pub(crate) kicker: Arc<dyn Kicker>,
+    /// State going in or out; locked by the vCPU's thread and by the machine in turns.
+    pub(crate) exchange: Mutex<Exchange>,
+}
+
+/// What a vCPU's thread gives and takes.
+#[derive(Default)]
+pub(crate) struct Exchange {
+    /// To be loaded.
+    pub(crate) input: Vec<u8>,
+    /// What saving gave.
+    pub(crate) saved: Option<Result<Vec<u8>, BackendError>>,
+    /// What loading gave: how long entering and leaving took.
+    pub(crate) loaded: Option<Result<Duration, BackendError>>,
+}
+
+/// How much time the guest loses.
+#[derive(Default)]
+pub(crate) struct Throttle {
+    /// 0 to 99.
+    pub(crate) percent: AtomicU8,
+    /// Grows by one each time that running vCPUs are to sleep.
+    pub(crate) tick: AtomicU32,
+}
+
+impl Shared {
+    pub(crate) fn new(orders: Orders, seats: Box<[Seat]>, bus: Arc<Bus>) -> Shared {
+        Shared {
+            orders,
+            out: Countdown::default(),
+            done: Countdown::default(),
+            seats,
+            bus,
+            throttle: Throttle::default(),
+            ended: AtomicBool::new(false),
+            ended_because: Mutex::new(None),
+        }
+    }
+
+    /// The guest stopped for good; the first cause counts. All vCPUs leave and stay out, though
+    /// the right to run them stays where it was.
+    pub(crate) fn end(&self, cause: EndCause) {
+        lock(&self.ended_because).get_or_insert(cause);
+        self.ended.store(true, Ordering::SeqCst);
+        self.kick_all();
+    }
+
+    /// Whether the guest stopped for good.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    /// Why it did.
+    pub(crate) fn ended_because(&self) -> Option<EndCause> {
+        lock(&self.ended_because).clone()
+    }
+
+    /// Makes all vCPUs look at their orders.
+    pub(crate) fn kick_all(&self) {
+        for seat in &self.seats {
+            seat.kicker.kick();
+        }
+    }
+}
+
+/// A poisoned lock means that a thread died at a panic of its own; the data behind these locks is
+/// replaced as a whole, so it is as good as before.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

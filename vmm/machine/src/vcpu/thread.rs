@@ -1,0 +1,173 @@
+//! The thread of one vCPU.
+
+use super::backend::{BackendError, Exit, VcpuBackend};
+use super::orders::{Order, Task, Then};
+use super::shared::{Exchange, Shared, lock};
+use crate::EndCause;
+use crate::devices::Effect;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// How long a throttled vCPU runs between two sleeps.
+pub(super) const THROTTLE_RUN: Duration = Duration::from_millis(10);
+
+/// Parts of one instruction that are served while its vCPU is on its way out.
+const PARTS_MAX: u32 = 1024;
+
+pub(super) struct VcpuThread {
+    pub(super) number: u32,
+    pub(super) backend: Box<dyn VcpuBackend>,
+    pub(super) shared: Arc<Shared>,
+    /// The order that was last carried out, or is being.
+    pub(super) order: Order,
+    pub(super) throttle_tick: u32,
+}
+
+impl VcpuThread {
+    /// Carries out orders until it is told to end.
+    pub(super) fn main(mut self) {
+        loop {
+            self.order = self.shared.orders.wait(self.order, self.number);
+            // Orders that come while the guest runs end `run_guest`.
+            loop {
+                match self.order.task() {
+                    Task::None => {}
+                    Task::Leave => self.leave(),
+                    Task::Save => self.leave_and_save(),
+                    Task::Load => self.load(),
+                    Task::Exit => {
+                        self.shared.seats[self.number as usize].kicker.detach();
+                        return;
+                    }
+                }
+                if self.order.then() == Then::Stay || self.shared.has_ended() {
+                    break;
+                }
+                self.run_guest();
+                let latest = self.shared.orders.current();
+                if latest == self.order {
+                    break;
+                }
+                self.order = latest;
+            }
+        }
+    }
+
+    /// Runs the guest until another order is given or the guest ends.
+    fn run_guest(&mut self) {
+        let kicker = Arc::clone(&self.shared.seats[self.number as usize].kicker);
+        loop {
+            // First clear, then look: a kick that follows an order given after the look stays.
+            kicker.clear();
+            if self.shared.orders.current() != self.order || self.shared.has_ended() {
+                return;
+            }
+            if self.throttle_is_due() {
+                continue;
+            }
+            let effect = match self.backend.run() {
+                Ok(exit) => serve(&self.shared, exit),
+                Err(error) => Effect::End(self.crash(&error)),
+            };
+            match effect {
+                Effect::None => {}
+                Effect::End(cause) => self.shared.end(cause),
+            }
+        }
+    }
+
+    fn crash(&self, error: &BackendError) -> EndCause {
+        EndCause::Crash(format!("vCPU {}: {error}", self.number))
+    }
+
+    fn leave(&mut self) {
+        let finished = self.finish_io();
+        self.shared.out.arrive();
+        if let Err(error) = finished {
+            self.shared.end(self.crash(&error));
+        }
+    }
+
+    fn leave_and_save(&mut self) {
+        let finished = self.finish_io();
+        self.shared.out.arrive();
+        let saved = finished.and_then(|()| self.backend.save());
+        self.exchange(|exchange| exchange.saved = Some(saved));
+        self.shared.done.arrive();
+    }
+
+    /// Completes the instruction that the guest left in. It has few parts: the emulator goes back
+    /// to the guest between the iterations of a repeated one.
+    fn finish_io(&mut self) -> Result<(), BackendError> {
+        for _ in 0..PARTS_MAX {
+            let effect = match self.backend.finish_io()? {
+                Exit::Interrupted => return Ok(()),
+                exit => serve(&self.shared, exit),
+            };
+            if let Effect::End(cause) = effect {
+                self.shared.end(cause);
+            }
+        }
+        Err(BackendError::state(format!("an instruction of more than {PARTS_MAX} parts")))
+    }
+
+    fn load(&mut self) {
+        let mut input = Vec::new();
+        self.exchange(|exchange| std::mem::swap(&mut input, &mut exchange.input));
+        let loaded = self.load_and_try(&input);
+        self.exchange(|exchange| exchange.loaded = Some(loaded));
+        self.shared.done.arrive();
+    }
+
+    fn load_and_try(&mut self, input: &[u8]) -> Result<Duration, BackendError> {
+        self.backend.load(input)?;
+        self.backend.enter_and_leave()
+    }
+
+    fn exchange(&self, with: impl FnOnce(&mut Exchange)) {
+        with(&mut lock(&self.shared.seats[self.number as usize].exchange));
+    }
+
+    /// Sleeps if the throttle's timer has ticked since the last time, and says whether it did. An
+    /// order ends the sleep at once.
+    fn throttle_is_due(&mut self) -> bool {
+        let throttle = &self.shared.throttle;
+        let tick = throttle.tick.load(Ordering::Relaxed);
+        if tick == self.throttle_tick {
+            return false;
+        }
+        self.throttle_tick = tick;
+        let percent = u32::from(throttle.percent.load(Ordering::Relaxed));
+        if percent == 0 {
+            return false;
+        }
+        self.shared.orders.sleep(self.order, Some(throttle_sleep(percent)));
+        true
+    }
+}
+
+/// How long to sleep after [`THROTTLE_RUN`] so that the guest loses `percent` of its time.
+pub(super) fn throttle_sleep(percent: u32) -> Duration {
+    THROTTLE_RUN * percent / (100 - percent.min(99))
+}
+
+/// Gives the guest what it left for.
+fn serve(shared: &Shared, exit: Exit<'_>) -> Effect {
+    match exit {
+        Exit::Out { port, size, data } => shared.bus.write(port, size, data),
+        Exit::In { port, size, data } => {
+            shared.bus.read(port, size, data);
+            Effect::None
+        }
+        // Nothing is mapped outside memory: reads give what a floating bus gives.
+        Exit::MmioRead { address: _, data } => {
+            data.fill(0xff);
+            Effect::None
+        }
+        Exit::MmioWrite { .. } | Exit::Interrupted => Effect::None,
+        Exit::Reset => Effect::End(EndCause::Reset),
+        Exit::Shutdown => Effect::End(EndCause::Shutdown),
+        Exit::Ended(reason) => Effect::End(EndCause::Crash(reason)),
+    }
+}
