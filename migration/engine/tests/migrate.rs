@@ -1,5 +1,7 @@
 //! The engine from end to end in one process, over loopback, with a guest that is a thread.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
+
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};

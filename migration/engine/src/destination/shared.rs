@@ -12,6 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// How long a second source waits for the first one's attempt to end before it is turned away.
+const BUSY_GRACE: Duration = Duration::from_secs(1);
+
 /// How long a query may wait for a running attempt, which may be building a machine.
 const QUERY_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -115,9 +118,19 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Begins an attempt, or says why not.
+    /// Begins an attempt, or says why not. A source that tries again at once may come before the
+    /// attempt that it gave up has ended here, so that one is given a moment.
     pub(super) fn begin_attempt(&self, events: &Arc<Mailbox<Event>>) -> Result<(), Status> {
+        let deadline = Instant::now() + BUSY_GRACE;
         let mut inner = self.lock();
+        while inner.phase == Phase::Active {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let waited = self.changed.wait_timeout(inner, left);
+            inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
         match inner.phase {
             Phase::Listening if inner.stopping => Err(Status::STOPPING),
             Phase::Listening => {
