@@ -2,11 +2,12 @@
 //! end. Every command of the socket is a function here.
 
 use crate::failure::one_line;
-use crate::guest::{Attempt, EndCause, Guest, GuestState, Incoming, Listen, MachineInfo};
+use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::qmp::events::{Event, EventBus, Narrator};
 use crate::qmp::schema;
 use martlet_engine::{MigrateOptions, Progress, ReceiveStatus, Status};
 use martlet_guest_program::GuestCounters;
+use martlet_machine::{EndCause, GuestStatus, MachineInfo};
 use martlet_transport::Address;
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,7 +23,7 @@ const GUEST_LOOK_INTERVAL: Duration = Duration::from_millis(100);
 const QUIT_CANCEL_MAX: Duration = Duration::from_secs(5);
 
 /// Why a process ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum QuitCause {
     /// `quit` on the control socket.
     Command,
@@ -33,12 +34,13 @@ pub(crate) enum QuitCause {
 }
 
 impl QuitCause {
-    fn event(self) -> Event {
+    fn event(&self) -> Event {
         let (guest, reason) = match self {
             QuitCause::Command => (false, "host-qmp-quit"),
             QuitCause::Signal => (false, "host-signal"),
             QuitCause::Guest(EndCause::Reset) => (true, "guest-reset"),
             QuitCause::Guest(EndCause::Shutdown) => (true, "guest-shutdown"),
+            QuitCause::Guest(EndCause::Crash(_)) => (true, "guest-panic"),
         };
         Event::Shutdown { guest, reason }
     }
@@ -148,19 +150,28 @@ impl Control {
             )
             | None => {}
         }
-        match guest.state() {
-            GuestState::Running => "running",
-            GuestState::Paused => "paused",
-            GuestState::Ended { .. } => "shutdown",
-            GuestState::Crashed { .. } => "internal-error",
+        match guest.status() {
+            GuestStatus::Running => "running",
+            GuestStatus::Paused => "paused",
+            GuestStatus::Waiting => "inmigrate",
+            GuestStatus::Switchover => "finish-migrate",
+            GuestStatus::Ended(EndCause::Crash(_)) => "internal-error",
+            GuestStatus::Ended(EndCause::Reset | EndCause::Shutdown) | GuestStatus::Gone => {
+                "shutdown"
+            }
         }
     }
 
     /// Why the guest can't go on, if it can't.
     pub(crate) fn crash_reason(&self) -> Option<String> {
-        match self.guest().ok()?.state() {
-            GuestState::Crashed { reason } => Some(one_line(&reason)),
-            GuestState::Running | GuestState::Paused | GuestState::Ended { .. } => None,
+        match self.guest().ok()?.status() {
+            GuestStatus::Ended(EndCause::Crash(reason)) => Some(one_line(&reason)),
+            GuestStatus::Ended(EndCause::Reset | EndCause::Shutdown)
+            | GuestStatus::Waiting
+            | GuestStatus::Running
+            | GuestStatus::Paused
+            | GuestStatus::Switchover
+            | GuestStatus::Gone => None,
         }
     }
 
@@ -168,7 +179,7 @@ impl Control {
     pub(crate) fn stop(&self) -> Result<(), String> {
         let guest = self.guest()?;
         self.refuse_if_gone()?;
-        let ran = guest.state() == GuestState::Running;
+        let ran = guest.status() == GuestStatus::Running;
         guest.stop()?;
         if ran {
             self.events.send(&Event::Stop);
@@ -180,7 +191,7 @@ impl Control {
     pub(crate) fn cont(&self) -> Result<(), String> {
         let guest = self.guest()?;
         self.refuse_if_gone()?;
-        let paused = guest.state() == GuestState::Paused;
+        let paused = guest.status() == GuestStatus::Paused;
         guest.cont()?;
         if paused {
             self.events.send(&Event::Resume);
@@ -203,25 +214,26 @@ impl Control {
         spawn("guest watch", move || {
             loop {
                 thread::sleep(GUEST_LOOK_INTERVAL);
-                match guest.state() {
-                    GuestState::Running | GuestState::Paused => {}
-                    GuestState::Ended { cause } => {
-                        if cause == EndCause::Reset {
-                            control.events.send(&Event::Reset);
-                        }
-                        crate::note(format_args!("the guest ended itself ({cause:?})"));
-                        control.request_quit(QuitCause::Guest(cause));
-                        return;
-                    }
-                    GuestState::Crashed { reason } => {
+                match guest.status() {
+                    GuestStatus::Waiting
+                    | GuestStatus::Running
+                    | GuestStatus::Paused
+                    | GuestStatus::Switchover => {}
+                    GuestStatus::Ended(EndCause::Crash(reason)) => {
                         let reason = one_line(&reason);
                         crate::note(format_args!("the guest can't go on: {reason}"));
                         control.events.send(&Event::Stop);
                         return;
                     }
-                }
-                if control.outgoing_status() == Some(Status::Completed) {
-                    return;
+                    GuestStatus::Ended(cause) => {
+                        crate::note(format_args!("the guest ended itself: {cause}"));
+                        if cause == EndCause::Reset {
+                            control.events.send(&Event::Reset);
+                        }
+                        control.request_quit(QuitCause::Guest(cause));
+                        return;
+                    }
+                    GuestStatus::Gone => return,
                 }
             }
         });
@@ -243,15 +255,18 @@ impl Control {
             }
             Some(Status::Failed | Status::Cancelled) | None => {}
         }
-        let running = match guest.state() {
-            GuestState::Running => true,
-            GuestState::Paused => false,
-            GuestState::Ended { .. } => return Err("the guest has ended".into()),
-            GuestState::Crashed { reason } => {
-                return Err(format!("the guest can't go on: {}", one_line(&reason)));
+        let running = match guest.status() {
+            GuestStatus::Running => true,
+            GuestStatus::Paused => false,
+            GuestStatus::Ended(cause) => {
+                return Err(format!("the guest has ended: {}", one_line(&cause.to_string())));
+            }
+            GuestStatus::Waiting | GuestStatus::Switchover | GuestStatus::Gone => {
+                return Err("the guest is not here".into());
             }
         };
         let attempt = guest.migrate(to, state.options.clone());
+        let attempt = attempt.map_err(|error| format!("the migration can't begin: {error}"))?;
         let narrator = Narrator::new(running);
         state.outgoing = Some(Outgoing { attempt: Arc::clone(&attempt), narrator, setup: None });
         drop(state);
@@ -267,7 +282,16 @@ impl Control {
     /// Looks at a migration and tells clients what is new. Returns whether it is over.
     fn look(&self, attempt: &Arc<dyn Attempt>, guest: &Arc<dyn Guest>) -> bool {
         let progress = attempt.progress();
-        let running = guest.state() == GuestState::Running;
+        let running = match progress.status {
+            Status::Setup | Status::Active => paused_or_running(guest.as_ref()),
+            // The machine is busy with the switchover: not to be asked.
+            Status::Device
+            | Status::Completed
+            | Status::Failed
+            | Status::Cancelling
+            | Status::Cancelled
+            | Status::Undecided => None,
+        };
         let mut state = self.lock();
         if let Some(outgoing) = &mut state.outgoing
             && Arc::ptr_eq(&outgoing.attempt, attempt)
@@ -417,7 +441,7 @@ impl Control {
         };
         self.lock().guest = Some(Arc::clone(&guest));
         self.events.send(&Event::Migration("completed"));
-        if guest.state() == GuestState::Running {
+        if guest.status() == GuestStatus::Running {
             self.events.send(&Event::Resume);
         }
         self.watch_guest(guest);
@@ -441,8 +465,8 @@ impl Control {
     pub(crate) fn wait_for_quit(&self) -> QuitCause {
         let mut state = self.lock();
         let cause = loop {
-            if let Some(cause) = state.quit {
-                break cause;
+            if let Some(cause) = &state.quit {
+                break cause.clone();
             }
             state = self.quit.wait(state).unwrap_or_else(PoisonError::into_inner);
         };
@@ -462,6 +486,18 @@ impl Control {
             guest.quit();
         }
         cause
+    }
+}
+
+/// Whether a guest runs, if that is up to its owner just now.
+fn paused_or_running(guest: &dyn Guest) -> Option<bool> {
+    match guest.status() {
+        GuestStatus::Running => Some(true),
+        GuestStatus::Paused => Some(false),
+        GuestStatus::Waiting
+        | GuestStatus::Switchover
+        | GuestStatus::Ended(_)
+        | GuestStatus::Gone => None,
     }
 }
 

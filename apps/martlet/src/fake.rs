@@ -1,8 +1,9 @@
 //! A pretended guest, migration and receiver, for testing what stands above them.
 
-use crate::guest::{Attempt, Guest, GuestState, Incoming, Listen, MachineInfo};
+use crate::guest::{Attempt, Guest, Incoming, Listen};
 use martlet_engine::{MigrateOptions, PageCounts, Progress, ReceiveStatus, Report, Status};
 use martlet_guest_program::GuestCounters;
+use martlet_machine::{Accel, GuestStatus, MachineInfo};
 use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use std::io;
@@ -85,7 +86,7 @@ impl Attempt for FakeAttempt {
     }
 
     fn resolve(&self) -> Result<(), String> {
-        *self.guest.state.lock().unwrap() = GuestState::Running;
+        *self.guest.state.lock().unwrap() = GuestStatus::Running;
         self.reach(Status::Failed, 0);
         Ok(())
     }
@@ -93,7 +94,7 @@ impl Attempt for FakeAttempt {
 
 /// A guest that does what it is told.
 pub(crate) struct FakeGuest {
-    pub(crate) state: Mutex<GuestState>,
+    pub(crate) state: Mutex<GuestStatus>,
     pub(crate) attempts: Mutex<Vec<(Address, MigrateOptions, Arc<FakeAttempt>)>>,
     me: std::sync::Weak<FakeGuest>,
 }
@@ -101,7 +102,7 @@ pub(crate) struct FakeGuest {
 impl FakeGuest {
     pub(crate) fn new() -> Arc<FakeGuest> {
         Arc::new_cyclic(|me| FakeGuest {
-            state: Mutex::new(GuestState::Running),
+            state: Mutex::new(GuestStatus::Running),
             attempts: Mutex::default(),
             me: me.clone(),
         })
@@ -114,27 +115,22 @@ impl FakeGuest {
 }
 
 impl Guest for FakeGuest {
-    fn state(&self) -> GuestState {
+    fn status(&self) -> GuestStatus {
         self.state.lock().unwrap().clone()
     }
 
     fn stop(&self) -> Result<(), String> {
-        *self.state.lock().unwrap() = GuestState::Paused;
+        *self.state.lock().unwrap() = GuestStatus::Paused;
         Ok(())
     }
 
     fn cont(&self) -> Result<(), String> {
-        *self.state.lock().unwrap() = GuestState::Running;
+        *self.state.lock().unwrap() = GuestStatus::Running;
         Ok(())
     }
 
     fn info(&self) -> MachineInfo {
-        MachineInfo {
-            accel: "threads",
-            dirty_tracking: "log".to_owned(),
-            memory: PageCount(1 << 18),
-            vcpus: 1,
-        }
+        MachineInfo { accel: Accel::Threads, tracking: "log", memory: PageCount(1 << 18), vcpus: 1 }
     }
 
     fn check(&self) -> Option<GuestCounters> {
@@ -148,7 +144,7 @@ impl Guest for FakeGuest {
         })
     }
 
-    fn migrate(&self, to: &Address, options: MigrateOptions) -> Arc<dyn Attempt> {
+    fn migrate(&self, to: &Address, options: MigrateOptions) -> io::Result<Arc<dyn Attempt>> {
         let attempt = Arc::new(FakeAttempt {
             state: Mutex::new((progress(Status::Setup, 0), None)),
             changed: Condvar::new(),
@@ -156,11 +152,11 @@ impl Guest for FakeGuest {
             asked: Mutex::default(),
         });
         self.attempts.lock().unwrap().push((to.clone(), options, Arc::clone(&attempt)));
-        attempt
+        Ok(attempt)
     }
 
     fn quit(&self) {
-        *self.state.lock().unwrap() = GuestState::Paused;
+        *self.state.lock().unwrap() = GuestStatus::Paused;
     }
 }
 

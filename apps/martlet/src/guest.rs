@@ -3,57 +3,17 @@
 
 use martlet_engine::{MigrateOptions, Progress, ReceiveStatus, Report};
 use martlet_guest_program::GuestCounters;
+use martlet_machine::{GuestStatus, MachineInfo};
 use martlet_transport::Address;
-use martlet_units::{BytesPerSec, PageCount};
+use martlet_units::BytesPerSec;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How a guest stands that is in this process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum GuestState {
-    /// vCPUs run.
-    Running,
-    /// Paused by its owner.
-    Paused,
-    /// It shut itself down or asked for a reset, and can't go on.
-    Ended {
-        /// What it asked for.
-        cause: EndCause,
-    },
-    /// It can't go on.
-    Crashed {
-        /// Why, in one line.
-        reason: String,
-    },
-}
-
-/// Why a guest ended itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EndCause {
-    /// It asked for a reset.
-    Reset,
-    /// It shut down.
-    Shutdown,
-}
-
-/// What a guest is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct MachineInfo {
-    /// `kvm` or `threads`.
-    pub(crate) accel: &'static str,
-    /// How dirty pages are found.
-    pub(crate) dirty_tracking: String,
-    /// All memory.
-    pub(crate) memory: PageCount,
-    /// vCPUs.
-    pub(crate) vcpus: u16,
-}
-
 /// A guest in this process.
 pub(crate) trait Guest: Send + Sync {
-    /// How it stands, a migration left aside.
-    fn state(&self) -> GuestState;
+    /// How it stands.
+    fn status(&self) -> GuestStatus;
     /// Pauses it. Paused already is fine. `Err` says in one line why it can't be paused now.
     fn stop(&self) -> Result<(), String>;
     /// Continues it. Running already is fine.
@@ -62,8 +22,9 @@ pub(crate) trait Guest: Send + Sync {
     fn info(&self) -> MachineInfo;
     /// What it says of itself; `None` if it is no guest that says anything.
     fn check(&self) -> Option<GuestCounters>;
-    /// Starts moving it away. Errors show in the attempt's report.
-    fn migrate(&self, to: &Address, options: MigrateOptions) -> Arc<dyn Attempt>;
+    /// Starts moving it away. Almost all errors show in the attempt's report; an error here means
+    /// that this process could not even begin.
+    fn migrate(&self, to: &Address, options: MigrateOptions) -> io::Result<Arc<dyn Attempt>>;
     /// Stops its vCPUs for good: the process ends.
     fn quit(&self);
 }

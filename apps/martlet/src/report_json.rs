@@ -229,6 +229,7 @@ pub(crate) mod tests {
             },
             timeline: vec![
                 span("rehearse", Side::Destination, -900, -400),
+                span("arm", Side::Destination, -60, -20),
                 span("pause vCPUs", Side::Source, 0, 38),
                 span("final sync", Side::Source, 38, 59),
                 span("last pages", Side::Source, 59, 119),

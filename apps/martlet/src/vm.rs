@@ -1,48 +1,216 @@
 //! Where the control socket's idea of a guest meets the machine and the engine.
 
-use crate::cli::{AccelArg, ReceiveArgs, RunArgs, SerialArg, TrackingArg};
-use crate::failure::Failure;
-use crate::guest::{Guest, Listen};
-use martlet_guest_program::ProgramParams;
-use martlet_machine::{Accel, KernelConfig, SerialOut, Tracking};
-use std::fs::OpenOptions;
+use crate::cli::{AccelArg, HostArgs, ReceiveArgs, RunArgs, SerialArg, TrackingArg};
+use crate::failure::{Failure, chain};
+use crate::guest::{Attempt, Guest, Incoming, Listen};
+use crate::note;
+use martlet_engine::{
+    DestinationFactory, MigrateOptions, Migration, Progress, ReceiveStatus, Receiver, Report,
+    SourceVmm,
+};
+use martlet_guest_program::{GuestCounters, ProgramParams};
+use martlet_machine::{
+    Accel, Boot, Factory, FactoryConfig, GuestStatus, KernelConfig, Machine, MachineConfig,
+    MachineError, MachineInfo, SerialOut, Tracking, kvm_is_usable,
+};
+use martlet_transport::Address;
+use martlet_units::BytesPerSec;
+use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Whether KVM can be used here; `Err` says why not, in a few words.
 pub(crate) fn kvm_usable() -> Result<(), String> {
-    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => Ok(()),
-        Err(error) => Err(format!("/dev/kvm can't be used ({error})")),
-    }
+    kvm_is_usable().map_err(|error| chain(&error))
 }
-
-pub(crate) struct RunConfig {}
 
 /// What `run` is asked to build, checked as far as that goes without building it.
-pub(crate) fn run_config(args: &RunArgs) -> Result<RunConfig, Failure> {
-    let _ = (
-        args,
-        AccelArg::Auto,
-        SerialArg::Stdio,
-        TrackingArg::Auto,
-        Accel::Kvm,
-        SerialOut::Stdio,
-        Tracking::Auto,
-    );
-    let _: Option<KernelConfig> = None;
-    if let Some(text) = &args.program {
-        let _: ProgramParams =
-            text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")))?;
+pub(crate) fn run_config(args: &RunArgs) -> Result<MachineConfig, Failure> {
+    let boot = match &args.kernel {
+        Some(kernel) => Boot::Kernel(KernelConfig {
+            kernel: kernel.clone(),
+            initrd: args.initrd.clone(),
+            cmdline: args.cmdline.clone().unwrap_or_default(),
+        }),
+        None => Boot::Program(program(args.program.as_deref())?),
+    };
+    let config = MachineConfig {
+        memory: args.memory,
+        vcpus: args.vcpus,
+        accel: choose_accel(&args.host),
+        tracking: tracking(&args.host),
+        boot,
+        serial: serial(&args.serial),
+    };
+    config.validate().map_err(|error| failure(&error))?;
+    Ok(config)
+}
+
+/// The built-in guest's load as it is written on the command line.
+pub(crate) fn program(text: Option<&str>) -> Result<ProgramParams, Failure> {
+    let Some(text) = text else { return Ok(ProgramParams::default()) };
+    text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")))
+}
+
+/// KVM if it can be used; otherwise threads, and a line that says so.
+fn choose_accel(args: &HostArgs) -> Accel {
+    match args.accel {
+        AccelArg::Kvm => Accel::Kvm,
+        AccelArg::Threads => Accel::Threads,
+        AccelArg::Auto => match kvm_usable() {
+            Ok(()) => Accel::Kvm,
+            Err(reason) => {
+                note(format_args!("no KVM, so vCPUs are threads of this process: {reason}"));
+                Accel::Threads
+            }
+        },
     }
-    Ok(RunConfig {})
 }
 
-pub(crate) fn boot(config: &RunConfig, paused: bool) -> Result<Arc<dyn Guest>, Failure> {
-    let _ = (config, paused);
-    Err(Failure::Failed("the machine is not there yet".to_owned()))
+fn tracking(args: &HostArgs) -> Tracking {
+    match args.dirty_tracking {
+        TrackingArg::Auto => Tracking::Auto,
+        TrackingArg::Log => Tracking::Log,
+        TrackingArg::Ring => Tracking::Ring,
+    }
 }
 
+fn serial(arg: &SerialArg) -> SerialOut {
+    match arg {
+        SerialArg::None => SerialOut::None,
+        SerialArg::Stdio => SerialOut::Stdio,
+        SerialArg::File(path) => SerialOut::File(path.clone()),
+        SerialArg::Unix(path) => SerialOut::Unix(path.clone()),
+    }
+}
+
+/// What can't be meant is the command line's fault; everything else is the host's.
+fn failure(error: &MachineError) -> Failure {
+    match error {
+        MachineError::Config { reason } => Failure::Usage(reason.clone()),
+        error => Failure::Failed(chain(error)),
+    }
+}
+
+/// Builds the machine. Its guest is paused at its first instruction.
+pub(crate) fn boot(config: &MachineConfig) -> Result<Arc<dyn Guest>, Failure> {
+    let machine = Machine::new(config).map_err(|error| failure(&error))?;
+    Ok(Arc::new(MachineGuest(machine)))
+}
+
+/// What builds machines for guests that arrive.
 pub(crate) fn listener(args: &ReceiveArgs) -> Result<Arc<dyn Listen>, Failure> {
-    let _ = args;
-    Err(Failure::Failed("the machine is not there yet".to_owned()))
+    let accel = match args.host.accel {
+        // What the guest ran on is what it goes on with.
+        AccelArg::Auto => None,
+        AccelArg::Kvm => Some(Accel::Kvm),
+        AccelArg::Threads => Some(Accel::Threads),
+    };
+    let config =
+        FactoryConfig { accel, tracking: tracking(&args.host), serial: serial(&args.serial) };
+    let factory = Factory::new(config).map_err(|error| failure(&error))?;
+    Ok(Arc::new(MachineListen(Arc::new(factory))))
+}
+
+struct MachineGuest(Arc<Machine>);
+
+impl Guest for MachineGuest {
+    fn status(&self) -> GuestStatus {
+        self.0.status()
+    }
+
+    fn stop(&self) -> Result<(), String> {
+        self.0.pause_by_owner().map_err(|error| error.to_string())
+    }
+
+    fn cont(&self) -> Result<(), String> {
+        self.0.continue_by_owner().map_err(|error| error.to_string())
+    }
+
+    fn info(&self) -> MachineInfo {
+        self.0.info()
+    }
+
+    fn check(&self) -> Option<GuestCounters> {
+        self.0.guest_counters()
+    }
+
+    fn migrate(&self, to: &Address, options: MigrateOptions) -> io::Result<Arc<dyn Attempt>> {
+        let vmm: Arc<dyn SourceVmm> = Arc::clone(&self.0) as _;
+        Ok(Arc::new(EngineAttempt(Migration::start(vmm, to, options)?)))
+    }
+
+    fn quit(&self) {
+        self.0.quit();
+        let lost = self.0.serial_bytes_dropped();
+        if lost > 0 {
+            tracing::warn!(lost, "bytes of serial output could not be written at once");
+        }
+    }
+}
+
+struct EngineAttempt(Migration);
+
+impl Attempt for EngineAttempt {
+    fn progress(&self) -> Progress {
+        self.0.progress()
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<Report> {
+        self.0.wait(timeout)
+    }
+
+    fn cancel(&self) {
+        self.0.cancel();
+    }
+
+    fn set_downtime_limit(&self, limit: Duration) {
+        self.0.set_downtime_limit(limit);
+    }
+
+    fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>) {
+        self.0.set_bandwidth(bandwidth);
+    }
+
+    fn resolve(&self) -> Result<(), String> {
+        self.0.resolve().map_err(|error| chain(&error))
+    }
+}
+
+struct MachineListen(Arc<Factory>);
+
+impl Listen for MachineListen {
+    fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>> {
+        let factory: Arc<dyn DestinationFactory> = Arc::clone(&self.0) as _;
+        let receiver = Receiver::start(address, factory)?;
+        Ok(Arc::new(EngineIncoming { receiver, factory: Arc::clone(&self.0) }))
+    }
+}
+
+struct EngineIncoming {
+    receiver: Receiver,
+    factory: Arc<Factory>,
+}
+
+impl Incoming for EngineIncoming {
+    fn address(&self) -> Address {
+        self.receiver.address()
+    }
+
+    fn status(&self) -> ReceiveStatus {
+        self.receiver.status()
+    }
+
+    fn wait(&self, timeout: Duration) -> ReceiveStatus {
+        self.receiver.wait(timeout)
+    }
+
+    fn stop(&self) {
+        self.receiver.stop();
+    }
+
+    fn guest(&self) -> Option<Arc<dyn Guest>> {
+        let machine = self.factory.machine()?;
+        Some(Arc::new(MachineGuest(machine)))
+    }
 }

@@ -46,14 +46,14 @@ pub(crate) fn migrate(
     let limit = u64::try_from(request.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
     client.execute(
         "migrate-set-parameters",
-        json!({
+        &json!({
             "multifd-channels": request.channels.unwrap_or(0),
             "x-downtime-limit-us": limit,
             "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
             "x-verify": request.verify,
         }),
     )?;
-    client.execute("migrate", json!({ "uri": request.to.to_string() }))?;
+    client.execute("migrate", &json!({ "uri": request.to.to_string() }))?;
     let result = follow(client, progress, interrupts);
     progress.clear();
     result
@@ -70,13 +70,11 @@ fn follow(
         // Relaxed: a number that only grows; nothing else hangs on it.
         if interrupts.load(Ordering::Relaxed) > 0 && !cancelled {
             cancelled = true;
-            client.execute("migrate_cancel", json!({}))?;
+            client.ask("migrate_cancel")?;
         }
-        let status = event.as_ref().map(|e| (e.name.as_str(), e.data["status"].as_str()));
-        match status {
-            // The guest is stopped: every question now would make that longer.
-            Some(("STOP", _) | ("MIGRATION", Some("device"))) => continue,
-            Some(_) | None => {}
+        // The guest is stopped: every question now would make that longer.
+        if event.is_some_and(|event| event.begins_switchover()) {
+            continue;
         }
         let snapshot = query(client)?;
         progress.update(&snapshot);
@@ -103,7 +101,7 @@ fn report(client: &mut Client, mut snapshot: Snapshot) -> Result<ReportJson, Fai
 
 /// `query-migrate`.
 pub(crate) fn query(client: &mut Client) -> Result<Snapshot, Failure> {
-    read(client.execute("query-migrate", json!({}))?, "query-migrate")
+    read(client.ask("query-migrate")?, "query-migrate")
 }
 
 /// A result as a type of ours; another version of martlet may answer.

@@ -4,7 +4,6 @@ use crate::cli::ControlArgs;
 use crate::failure::Failure;
 use crate::out;
 use crate::qmp::client::{Client, ClientError};
-use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// How long `quit` waits for the process to have closed its socket.
@@ -16,13 +15,13 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// `martlet stop`.
 pub(crate) fn stop(args: &ControlArgs) -> Result<(), Failure> {
-    Client::connect(&args.path)?.execute("stop", json!({}))?;
+    Client::connect(&args.path)?.ask("stop")?;
     Ok(())
 }
 
 /// `martlet cont`.
 pub(crate) fn cont(args: &ControlArgs) -> Result<(), Failure> {
-    Client::connect(&args.path)?.execute("cont", json!({}))?;
+    Client::connect(&args.path)?.ask("cont")?;
     Ok(())
 }
 
@@ -33,7 +32,7 @@ pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
     if before.status.is_empty() || before.is_final() {
         return Err(Failure::Failed("no migration is running".to_owned()));
     }
-    client.execute("migrate_cancel", json!({}))?;
+    client.ask("migrate_cancel")?;
     let deadline = Instant::now() + CANCEL_MAX;
     loop {
         let snapshot = super::follow::query(&mut client)?;
@@ -57,7 +56,7 @@ pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
 /// `martlet quit`: returns when the process has closed its control socket.
 pub(crate) fn quit(args: &ControlArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.path)?;
-    client.execute("quit", json!({}))?;
+    client.ask("quit")?;
     let deadline = Instant::now() + QUIT_MAX;
     while Instant::now() < deadline {
         match client.next_event(LOOK_INTERVAL) {
@@ -71,7 +70,7 @@ pub(crate) fn quit(args: &ControlArgs) -> Result<(), Failure> {
 
 /// `martlet resolve`: says how the migration was settled.
 pub(crate) fn resolve(args: &ControlArgs) -> Result<(), Failure> {
-    let answer = Client::connect(&args.path)?.execute("x-resolve", json!({}))?;
+    let answer = Client::connect(&args.path)?.ask("x-resolve")?;
     match answer["status"].as_str() {
         Some("completed") => out(format_args!("the guest runs at the destination\n"))?,
         Some(_) | None => out(format_args!("the guest goes on here\n"))?,

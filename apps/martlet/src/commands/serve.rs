@@ -20,7 +20,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let signals = SignalDesk::open()?;
     // Before the machine: a socket in use must be noticed before memory is filled.
     let socket = ControlSocket::bind(&args.control.path)?;
-    let guest = vm::boot(&config, args.paused)?;
+    let guest = vm::boot(&config)?;
+    if !args.paused {
+        guest.cont().map_err(Failure::Failed)?;
+    }
     let info = guest.info();
     note(format_args!(
         "the guest runs on {}; control socket {}",

@@ -15,10 +15,10 @@ use std::fmt::Write as _;
 /// `martlet status`.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.control.path)?;
-    let status = client.execute("query-status", json!({}))?;
-    let migration = client.execute("query-migrate", json!({}))?;
-    let machine = optional(client.execute("x-query-machine", json!({})))?;
-    let guest = optional(client.execute("x-query-guest", json!({})))?;
+    let status = client.ask("query-status")?;
+    let migration = client.ask("query-migrate")?;
+    let machine = optional(client.ask("x-query-machine"))?;
+    let guest = optional(client.ask("x-query-guest"))?;
     if args.json {
         let object = json!({
             "status": status["status"], "running": status["running"], "reason": status["x-reason"],

@@ -70,6 +70,13 @@ pub(crate) struct ClientEvent {
     pub(crate) data: Value,
 }
 
+impl ClientEvent {
+    /// Whether it says that the guest was stopped for a switchover.
+    pub(crate) fn begins_switchover(&self) -> bool {
+        self.name == "STOP" || (self.name == "MIGRATION" && self.data["status"] == "device")
+    }
+}
+
 /// A connection that has negotiated.
 #[derive(Debug)]
 pub(crate) struct Client {
@@ -101,15 +108,20 @@ impl Client {
                 None => client.foreign("it does not greet as QMP does"),
             });
         }
-        client.execute("qmp_capabilities", json!({}))?;
+        client.ask("qmp_capabilities")?;
         Ok(client)
+    }
+
+    /// Runs a command without arguments.
+    pub(crate) fn ask(&mut self, command: &str) -> Result<Value, ClientError> {
+        self.execute(command, &json!({}))
     }
 
     /// Runs a command and returns its result. Events that come meanwhile are kept.
     pub(crate) fn execute(
         &mut self,
         command: &str,
-        arguments: Value,
+        arguments: &Value,
     ) -> Result<Value, ClientError> {
         let request = json!({ "execute": command, "arguments": arguments });
         let line = super::to_line(&request);

@@ -158,14 +158,15 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
             Ok(COMMANDS.iter().map(|name| json!({ "name": name })).collect::<Vec<_>>().into())
         }
         "query-kvm" => {
-            let enabled = control.info().is_ok_and(|info| info.accel == "kvm");
+            let enabled =
+                control.info().is_ok_and(|info| info.accel == martlet_machine::Accel::Kvm);
             Ok(json!({ "enabled": enabled, "present": crate::vm::kvm_usable().is_ok() }))
         }
         "x-query-machine" => {
             let info = control.info()?;
             Ok(json!({
-                "accel": info.accel,
-                "dirty-tracking": info.dirty_tracking,
+                "accel": info.accel.to_string(),
+                "dirty-tracking": info.tracking,
                 "memory-bytes": info.memory.to_bytes().0,
                 "vcpus": info.vcpus,
             }))

@@ -141,17 +141,17 @@ impl Narrator {
         Narrator { told: None, passes: 0, ran: running, stopped: false }
     }
 
-    /// The events since the last look. `running` is as above; it is taken note of only before the
-    /// switchover, which stops the guest too.
-    pub(crate) fn look(&mut self, progress: &Progress, running: bool) -> Vec<Event> {
+    /// The events since the last look. `running` is as above, or `None` where that can't be seen
+    /// just now, as in the switchover.
+    pub(crate) fn look(&mut self, progress: &Progress, running: Option<bool>) -> Vec<Event> {
         let mut events = Vec::new();
         match progress.status {
             Status::Setup => {
-                self.ran = running;
+                self.ran = running.unwrap_or(self.ran);
                 self.run_up_to(&[Status::Setup], progress, &mut events);
             }
             Status::Active => {
-                self.ran = running;
+                self.ran = running.unwrap_or(self.ran);
                 self.run_up_to(&[Status::Setup, Status::Active], progress, &mut events);
                 self.tell_passes(progress.round, &mut events);
             }
@@ -243,8 +243,8 @@ mod tests {
     #[test]
     fn a_fast_migration_is_told_in_full() {
         let mut narrator = Narrator::new(true);
-        let mut seen = narrator.look(&progress(Status::Setup, 0), true);
-        seen.extend(narrator.look(&progress(Status::Completed, 1), false));
+        let mut seen = narrator.look(&progress(Status::Setup, 0), Some(true));
+        seen.extend(narrator.look(&progress(Status::Completed, 1), None));
         let expected = [
             Event::Migration("setup"),
             Event::Migration("active"),
@@ -255,34 +255,34 @@ mod tests {
             Event::Migration("completed"),
         ];
         assert_eq!(seen, expected);
-        assert_eq!(narrator.look(&progress(Status::Completed, 1), false), []);
+        assert_eq!(narrator.look(&progress(Status::Completed, 1), None), []);
     }
 
     #[test]
     fn a_paused_guest_is_not_stopped_again() {
         let mut narrator = Narrator::new(true);
-        narrator.look(&progress(Status::Active, 0), false);
-        let seen = narrator.look(&progress(Status::Device, 0), false);
+        narrator.look(&progress(Status::Active, 0), Some(false));
+        let seen = narrator.look(&progress(Status::Device, 0), None);
         assert_eq!(seen, [Event::Migration("device")]);
-        let seen = narrator.look(&progress(Status::Failed, 0), false);
+        let seen = narrator.look(&progress(Status::Failed, 0), None);
         assert_eq!(seen, [Event::Migration("failed")]);
     }
 
     #[test]
     fn a_failure_in_the_switchover_resumes_the_guest() {
         let mut narrator = Narrator::new(true);
-        narrator.look(&progress(Status::Active, 0), true);
-        narrator.look(&progress(Status::Device, 1), false);
-        let seen = narrator.look(&progress(Status::Failed, 1), true);
+        narrator.look(&progress(Status::Active, 0), Some(true));
+        narrator.look(&progress(Status::Device, 1), None);
+        let seen = narrator.look(&progress(Status::Failed, 1), Some(true));
         assert_eq!(seen, [Event::Resume, Event::Migration("failed")]);
     }
 
     #[test]
     fn an_undecided_one_that_is_settled_goes_on_from_there() {
         let mut narrator = Narrator::new(true);
-        narrator.look(&progress(Status::Active, 0), true);
-        narrator.look(&progress(Status::Undecided, 0), false);
-        let seen = narrator.look(&progress(Status::Failed, 0), true);
+        narrator.look(&progress(Status::Active, 0), Some(true));
+        narrator.look(&progress(Status::Undecided, 0), None);
+        let seen = narrator.look(&progress(Status::Failed, 0), Some(true));
         assert_eq!(seen, [Event::Resume, Event::Migration("failed")]);
     }
 

@@ -4,8 +4,8 @@ use super::server::{CLIENTS_MAX, Clients, serve_client};
 use super::{LINE_BYTES_MAX, client::Client, client::ClientError};
 use crate::control::{Control, QuitCause};
 use crate::fake::{FakeGuest, FakeListen};
-use crate::guest::{EndCause, GuestState};
 use martlet_engine::{ReceiveStatus, Status};
+use martlet_machine::{EndCause, GuestStatus};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -271,7 +271,7 @@ fn an_undecided_migration_must_be_settled() {
     let mut owner = Wire::ready(&control, &clients);
     assert_eq!(class(&owner.run("x-resolve", &json!({}))), "GenericError");
     owner.run("migrate", &json!({"uri": "unix:/x"}));
-    *guest.state.lock().unwrap() = GuestState::Paused;
+    *guest.state.lock().unwrap() = GuestStatus::Paused;
     guest.last_attempt().reach(Status::Undecided, 0);
     assert_eq!(owner.status(), "finish-migrate");
     for command in ["cont", "stop"] {
@@ -326,7 +326,7 @@ fn a_guest_arrives() {
 fn a_guest_that_ends_itself_ends_the_process() {
     let (guest, control, clients) = with_guest();
     let mut wire = Wire::ready(&control, &clients);
-    *guest.state.lock().unwrap() = GuestState::Ended { cause: EndCause::Reset };
+    *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Reset);
     assert_eq!(control.wait_for_quit(), QuitCause::Guest(EndCause::Reset));
     assert_eq!(wire.event().0, "RESET");
     let (name, data) = wire.event();
@@ -337,7 +337,7 @@ fn a_guest_that_ends_itself_ends_the_process() {
 fn a_crashed_guest_stays_to_be_looked_at() {
     let (guest, control, clients) = with_guest();
     let mut wire = Wire::ready(&control, &clients);
-    *guest.state.lock().unwrap() = GuestState::Crashed { reason: "triple fault".to_owned() };
+    *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Crash("triple fault".to_owned()));
     assert_eq!(wire.event().0, "STOP");
     let reply = wire.run("query-status", &json!({}));
     assert_eq!(reply["return"]["status"], "internal-error");
@@ -366,14 +366,14 @@ fn our_client_speaks_to_our_server() {
     let (_, control, _) = with_guest();
     let clients = super::server::serve(UnixListener::bind(&path).unwrap(), Arc::clone(&control));
     let mut client = Client::connect(&path).unwrap();
-    assert_eq!(client.execute("query-status", json!({})).unwrap()["running"], true);
-    let refused = client.execute("x-resolve", json!({})).unwrap_err();
+    assert_eq!(client.ask("query-status").unwrap()["running"], true);
+    let refused = client.ask("x-resolve").unwrap_err();
     assert_eq!(refused.to_string(), "there was no migration");
-    client.execute("stop", json!({})).unwrap();
+    client.ask("stop").unwrap();
     assert_eq!(client.next_event(LIMIT).unwrap().unwrap().name, "STOP");
     assert_eq!(client.next_event(Duration::from_millis(5)).unwrap(), None);
     clients.finish(LIMIT);
-    let gone = client.execute("query-status", json!({})).unwrap_err();
+    let gone = client.ask("query-status").unwrap_err();
     assert!(matches!(gone, ClientError::Gone { .. }), "{gone}");
 }
 

@@ -51,8 +51,8 @@ pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
 
 /// The load that was asked for, or one that suits the memory.
 fn program(args: &DemoArgs) -> Result<ProgramParams, Failure> {
-    if let Some(text) = &args.program {
-        return text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")));
+    if args.program.is_some() {
+        return vm::program(args.program.as_deref());
     }
     let default = ProgramParams::default();
     let half = ByteCount((args.memory.0 / 2).next_multiple_of(PAGE_SIZE));
@@ -143,8 +143,8 @@ impl Demo<'_> {
         self.started += 1;
         let mut builder = process::Builder::new(self.dir.path(), self.started, command, self.log);
         builder
-            .arg("--accel", word(self.args.accel))
-            .arg("--dirty-tracking", word(self.args.dirty_tracking));
+            .arg("--accel", word(&self.args.accel))
+            .arg("--dirty-tracking", word(&self.args.dirty_tracking));
         builder
     }
 
@@ -244,7 +244,7 @@ impl Demo<'_> {
             _ => "host threads".to_owned(),
         };
         let (memory, vcpus) = (size(self.args.memory), plural(self.args.vcpus.into(), "vCPU"));
-        let over = word(self.args.transport);
+        let over = word(&self.args.transport);
         self.say(format_args!(
             "a guest of {memory} and {vcpus} moves from one process to another, over {over}\n  \
              runs on      {backend}\n"
@@ -317,6 +317,6 @@ fn per_gib(time: Duration, size: ByteCount) -> Duration {
 }
 
 /// A choice as it is written on the command line.
-fn word(choice: impl clap::ValueEnum) -> String {
+fn word(choice: &impl clap::ValueEnum) -> String {
     choice.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

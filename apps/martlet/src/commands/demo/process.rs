@@ -6,7 +6,6 @@ use crate::failure::{Failure, one_line};
 use crate::qmp::client::{Client, ClientError};
 use martlet_transport::Address;
 use serde::Deserialize;
-use serde_json::json;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -158,14 +157,14 @@ impl Process {
 
     /// What the guest says of itself.
     pub(super) fn guest(&mut self) -> Result<GuestView, Failure> {
-        let value = self.client.execute("x-query-guest", json!({}));
+        let value = self.client.ask("x-query-guest");
         let value = value.map_err(|e| self.explain(e.into()))?;
         read(value, "x-query-guest")
     }
 
     /// What the guest is made of.
     pub(super) fn machine(&mut self) -> Result<MachineView, Failure> {
-        let value = self.client.execute("x-query-machine", json!({}));
+        let value = self.client.ask("x-query-machine");
         let value = value.map_err(|e| self.explain(e.into()))?;
         read(value, "x-query-machine")
     }
@@ -199,7 +198,7 @@ impl Process {
 
     /// Asks it to end, and kills it if it does not.
     pub(super) fn quit(mut self) {
-        if self.client.execute("quit", json!({})).is_err() {
+        if self.client.ask("quit").is_err() {
             return;
         }
         let deadline = Instant::now() + QUIT_MAX;
