@@ -12,8 +12,8 @@
 //! * Getters.
 //!
 //! Carry out an action elsewhere if it takes long (building a machine, sending a round, loading a
-//! state), and report its end by an event: the thread that feeds events also answers the peer's
-//! pings. Messages of the control connection are handed over in the order of their arrival, and
+//! state, digesting memory), and report its end by an event: the thread that feeds events also
+//! answers the peer's pings, and a peer that is silent for [`limits::SILENCE_MAX`] is given up. Messages of the control connection are handed over in the order of their arrival, and
 //! its loss only after all that arrived before it.
 //!
 //! # What holds

@@ -19,8 +19,9 @@ pub const REHEARSAL_MAX: Duration = Duration::from_secs(10);
 pub const SWITCHOVER_GRACE: Duration = Duration::from_secs(10);
 /// The source, from `AskDigest` to `Digest`: a terabyte at two gigabytes a second.
 pub const DIGEST_MAX: Duration = Duration::from_secs(600);
-/// The destination, from `Commit` until the last pages and the state are in. Shorter than
-/// [`COMMIT_ACK_MAX`], so that a refusal still arrives in time to be one.
+/// The destination, from `Commit` until the last pages and the state are in, and from `AskDigest`
+/// until the last pages are. Shorter than [`COMMIT_ACK_MAX`], so that a refusal still arrives in
+/// time to be one.
 pub const COMMIT_COMPLETE_MAX: Duration = Duration::from_secs(8);
 /// The source, from `Commit` to its acknowledgement. Then the attempt is undecided.
 pub const COMMIT_ACK_MAX: Duration = Duration::from_secs(10);

@@ -1,1 +1,40 @@
-//! (to be written)
+//! A deterministic world under one seed: the two real protocol machines, a simulated guest with
+//! its dirty tracking, connections that delay, overtake each other and break, processes that die,
+//! owners that change their minds, and checkers.
+//!
+//! [`run`] plays a [`Scenario`]: a first attempt in which things go wrong, then a time in which
+//! nothing does and everything has to come to its end. An undecided attempt is settled by asking
+//! the destination; a guest that stayed at the source is moved by a second attempt.
+//!
+//! # What is checked
+//!
+//! After every step: at most one machine holds the guest's permit, and so at most one runs it. At
+//! the start at the destination: memory and state are the source's, page by page. From then on the
+//! source never holds the permit again. At the end: every attempt has ended within a bound, both
+//! sides' words about it agree with what happened, and unless a host died with it the guest is
+//! there, running if its owner wants that.
+//!
+//! # Where what is
+//!
+//! `rng`, `queue` and `trace` are the ground; `link` and `guest` the parts; `source_host` and
+//! `destination_host` carry out the machines' actions as the engine does; `checker` looks on;
+//! `scenario` says what is to happen and `world` makes it happen. Models of devices and of RDMA
+//! join as further hosts' parts with events of their own; a policy joins where `source_host`
+//! decides.
+
+mod checker;
+mod destination_host;
+mod guest;
+mod link;
+mod queue;
+mod rng;
+mod scenario;
+mod source_host;
+mod trace;
+mod world;
+
+pub use checker::Violation;
+pub use link::{Cut, LinkId, Side};
+pub use rng::Rng;
+pub use scenario::{Fault, Sabotage, Scenario, When, all_faults};
+pub use world::{Summary, run, run_traced};

@@ -19,7 +19,7 @@ use core::mem;
 use core::time::Duration;
 use martlet_units::Instant;
 use martlet_wire::control::{Answer, Control, Fate, MigrationId, Pong};
-use state::{Check, State};
+use state::State;
 use std::collections::VecDeque;
 use table::Kind;
 
@@ -194,23 +194,20 @@ impl Destination {
         }
     }
 
-    /// Whether silence means a lost peer: where it pings, except while digesting may keep all
-    /// threads of this process busy, so that nobody listens.
+    /// Whether silence means a lost peer: wherever it pings, and its going away means that this
+    /// attempt is over.
     fn minds_silence(&self) -> bool {
-        match &self.state {
-            State::Accepting | State::Receiving { .. } => true,
-            State::Armed { check, .. } => match check {
-                Check::NotAsked | Check::Sent => true,
-                Check::Asked | Check::Computing => false,
-            },
-            State::Between
-            | State::Waiting
-            | State::Building
-            | State::Committing { .. }
-            | State::Starting { .. }
-            | State::Running
-            | State::Arrived
-            | State::Abandoned => false,
+        match self.phase() {
+            DestinationPhase::Accepting | DestinationPhase::Receiving | DestinationPhase::Armed => {
+                true
+            }
+            DestinationPhase::Waiting
+            | DestinationPhase::Building
+            | DestinationPhase::Committing
+            | DestinationPhase::Starting
+            | DestinationPhase::Running
+            | DestinationPhase::Arrived
+            | DestinationPhase::Abandoned => false,
         }
     }
 

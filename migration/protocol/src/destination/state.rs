@@ -142,6 +142,9 @@ impl Destination {
                     let state = State::Armed { last_round, load, check };
                     return self.contradicts(state, "a second question for the digest");
                 }
+                // The pages were sent before the question; they are close behind or stuck.
+                self.deadline =
+                    Some((now.after(limits::COMMIT_COMPLETE_MAX), limits::COMMIT_COMPLETE_MAX));
                 let check = self.check_when_in(last_round, Check::Asked);
                 State::Armed { last_round, load, check }
             }
@@ -313,6 +316,7 @@ impl Destination {
     /// Starts the digest once it is asked for and the last pages are in.
     fn check_when_in(&mut self, last_round: u32, check: Check) -> Check {
         if check == Check::Asked && self.rounds > last_round {
+            self.deadline = None;
             self.actions.push_back(DestinationAction::ComputeDigest);
             return Check::Computing;
         }

@@ -318,3 +318,17 @@ fn a_machine_built_too_late_is_dropped() {
     destination.on_event(T0, DestinationEvent::Built);
     assert!(matches!(actions(&mut destination)[..], [DestinationAction::Discard]));
 }
+
+/// Found by the simulated world: with a data channel that is silent, the source waited for a digest
+/// of pages that never came, with its guest stopped.
+#[test]
+fn a_digest_of_pages_that_never_come_is_not_waited_for() {
+    let check = Check::NotAsked;
+    let mut destination =
+        machine(LAST, State::Armed { last_round: LAST, load: Load::Loaded, check });
+    destination.on_event(T0, DestinationEvent::Received(Control::AskDigest));
+    let at = T0.after(limits::COMMIT_COMPLETE_MAX);
+    assert_eq!(destination.poll_timeout(), Some(at));
+    destination.on_timeout(at);
+    assert_eq!(destination.phase(), DestinationPhase::Abandoned);
+}

@@ -210,11 +210,10 @@ impl Source {
             }
     }
 
-    /// Whether silence means a lost peer. While it builds a machine or digests its memory, its
-    /// threads may all be busy; these phases have deadlines of their own.
+    /// Whether silence means a lost peer. While the destination builds the machine its memory may
+    /// be so scarce that nothing of it gets to run; that phase has a deadline of its own.
     fn minds_silence(&self) -> bool {
-        let busy = matches!(self.phase(), SourcePhase::SettingUp | SourcePhase::Comparing);
-        self.pings() && !busy
+        self.pings() && self.phase() != SourcePhase::SettingUp
     }
 
     fn ping(&mut self, now: Instant) {

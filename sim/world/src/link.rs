@@ -1,0 +1,123 @@
+//! Connections: each direction keeps its order, connections overtake each other, any may break.
+
+use crate::rng::Rng;
+use core::time::Duration;
+use martlet_units::Instant;
+
+/// Which side of the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Where the guest was booted.
+    Source,
+    /// Where it is to go.
+    Destination,
+}
+
+impl Side {
+    /// The other one.
+    pub(crate) fn peer(self) -> Side {
+        match self {
+            Side::Source => Side::Destination,
+            Side::Destination => Side::Source,
+        }
+    }
+}
+
+/// Which connection of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LinkId {
+    /// The control connection.
+    Control,
+    /// A data channel.
+    Data(u16),
+}
+
+/// How a connection breaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Both ends are told. What was under way arrives before that, or is lost.
+    Reset {
+        /// Which of the two.
+        delivered: bool,
+    },
+    /// Nothing goes towards this side any more, and nobody is told.
+    SilentTowards(Side),
+    /// Nothing goes any way any more, and nobody is told.
+    SilentBothWays,
+}
+
+/// One direction of a connection.
+#[derive(Debug)]
+pub(crate) struct Pipe {
+    /// When the last thing put in comes out: nothing later comes out earlier.
+    last: Instant,
+    /// Sent things are lost.
+    silent: bool,
+    /// Nothing can be sent any more.
+    closed: bool,
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(crate) struct Link {
+    to_source: Pipe,
+    to_destination: Pipe,
+    latency: Duration,
+}
+
+impl Link {
+    /// A connection that was just made.
+    pub(crate) fn new(now: Instant, latency: Duration) -> Link {
+        let pipe = || Pipe { last: now, silent: false, closed: false };
+        Link { to_source: pipe(), to_destination: pipe(), latency }
+    }
+
+    fn pipe(&mut self, to: Side) -> &mut Pipe {
+        match to {
+            Side::Source => &mut self.to_source,
+            Side::Destination => &mut self.to_destination,
+        }
+    }
+
+    /// When something sent now arrives; `None` if it is lost.
+    pub(crate) fn send(&mut self, now: Instant, to: Side, rng: &mut Rng) -> Option<Instant> {
+        let jitter = Duration::from_nanos(rng.below(100_000));
+        // Once in a while something waits in a queue for long.
+        let queued = if rng.once_in(60) { rng.below(3_000_000) } else { 0 };
+        let latency = self.latency + jitter + Duration::from_nanos(queued);
+        let pipe = self.pipe(to);
+        if pipe.closed || pipe.silent {
+            return None;
+        }
+        pipe.last = pipe.last.max(now.after(latency));
+        Some(pipe.last)
+    }
+
+    /// Whether what arrives at `side` now really does.
+    pub(crate) fn delivers(&mut self, to: Side) -> bool {
+        !self.pipe(to).silent
+    }
+
+    /// Delays all that goes towards `to` and has not been sent yet.
+    pub(crate) fn stall(&mut self, now: Instant, to: Side, time: Duration) {
+        let pipe = self.pipe(to);
+        pipe.last = pipe.last.max(now).after(time);
+    }
+
+    /// One end closes the connection. Says when `to` notices: after all that was sent to it.
+    pub(crate) fn close_towards(&mut self, now: Instant, to: Side) -> Option<Instant> {
+        let latency = self.latency;
+        let pipe = self.pipe(to);
+        if pipe.closed || pipe.silent {
+            return None;
+        }
+        pipe.closed = true;
+        pipe.last = pipe.last.max(now.after(latency));
+        Some(pipe.last)
+    }
+
+    /// Loses what is under way to `to` and all that comes later, without a word.
+    pub(crate) fn silence(&mut self, to: Side) {
+        self.pipe(to).silent = true;
+    }
+}

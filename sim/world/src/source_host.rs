@@ -1,0 +1,351 @@
+//! The source's host: carries out what the source's machine wants, as the engine does.
+
+use crate::checker::{Violation, ensure};
+use crate::guest::{CHUNK_PAGES, Machine, Tracker};
+use crate::link::{LinkId, Side};
+use crate::scenario::Sabotage;
+use crate::world::{Event, Payload, World};
+use core::time::Duration;
+use martlet_protocol::{
+    Decision, RunPermit, Source, SourceAction, SourceEvent, SourceOutcome, SourcePhase,
+};
+
+/// Pre-copy ends after this many rounds, however dirty memory is.
+const ROUNDS_MAX: u32 = 5;
+
+/// A process with a guest to give away.
+#[derive(Debug)]
+pub(crate) struct SourceHost {
+    pub(crate) alive: bool,
+    pub(crate) machine: Machine,
+    /// Whether the owner wanted the guest to run before the migration.
+    pub(crate) wanted: bool,
+    pub(crate) protocol: Option<Source>,
+    pub(crate) tracker: Option<Tracker>,
+    /// Rises when the work for a round has to end.
+    work: u64,
+    round: u32,
+    channels_open: u16,
+    /// The next thing asked for fails.
+    pub(crate) fails: bool,
+    pub(crate) outcome: Option<SourceOutcome>,
+}
+
+/// A step of the source host's own work, done some time after it was asked for.
+#[derive(Debug)]
+pub(crate) enum SourceWork {
+    /// Send a chunk, then the next.
+    Chunk { work: u64, round: u32, chunk: u64, last: bool },
+    /// Decide.
+    Decide,
+    /// Stopping and saving was rehearsed.
+    Rehearse,
+    /// The last vCPU is out.
+    Pause,
+    /// All state is saved.
+    Save,
+    /// Memory is digested.
+    Digest,
+}
+
+impl SourceHost {
+    pub(crate) fn new(pages: usize, running: bool) -> SourceHost {
+        SourceHost {
+            alive: true,
+            machine: Machine::booted(pages, running),
+            wanted: running,
+            protocol: None,
+            tracker: None,
+            work: 0,
+            round: 0,
+            channels_open: 0,
+            fails: false,
+            outcome: None,
+        }
+    }
+
+    /// A new attempt: nothing of an earlier one may matter.
+    pub(crate) fn begin(&mut self, protocol: Source) {
+        self.tracker = Some(Tracker::new(self.machine.memory.len() as u64));
+        self.protocol = Some(protocol);
+        self.channels_open = 0;
+        self.outcome = None;
+        self.fails = false;
+    }
+
+    pub(crate) fn phase(&self) -> Option<SourcePhase> {
+        self.protocol.as_ref().map(Source::phase)
+    }
+
+    pub(crate) fn run_guest(&mut self, rng: &mut crate::Rng) {
+        if self.alive && self.machine.runs() {
+            self.machine.run(rng, self.tracker.as_mut());
+        }
+    }
+}
+
+impl World {
+    /// Tells the source's machine, and does what it then wants.
+    pub(crate) fn tell_source(&mut self, event: SourceEvent) -> Result<(), Violation> {
+        if !self.source.alive {
+            return Ok(());
+        }
+        let now = self.queue.now();
+        let Some(protocol) = &mut self.source.protocol else { return Ok(()) };
+        let before = protocol.phase();
+        protocol.on_event(now, event);
+        let after = protocol.phase();
+        if before != after {
+            self.trace.line(now, format_args!("source {before:?} -> {after:?}"));
+        }
+        self.drain_source()
+    }
+
+    pub(crate) fn source_timer(&mut self) -> Result<(), Violation> {
+        let now = self.queue.now();
+        let Some(protocol) = &mut self.source.protocol else { return Ok(()) };
+        if !self.source.alive || protocol.poll_timeout().is_none_or(|at| at > now) {
+            return Ok(());
+        }
+        let before = protocol.phase();
+        protocol.on_timeout(now);
+        let after = protocol.phase();
+        if before != after {
+            self.trace.line(now, format_args!("source's time is up: {before:?} -> {after:?}"));
+        }
+        self.drain_source()
+    }
+
+    pub(crate) fn drain_source(&mut self) -> Result<(), Violation> {
+        while let Some(action) = self.source.protocol.as_mut().and_then(Source::poll_action) {
+            self.on_source_action(action)?;
+        }
+        let timeout = self.source.protocol.as_ref().and_then(Source::poll_timeout);
+        if let Some(at) = timeout {
+            self.queue.put_at(at.max(self.queue.now()), Event::SourceTimer);
+        }
+        Ok(())
+    }
+
+    fn on_source_action(&mut self, action: SourceAction) -> Result<(), Violation> {
+        match action {
+            SourceAction::Send(message) => self.send_control(Side::Destination, &message),
+            SourceAction::OpenChannels { count, token } => {
+                for channel in 0..count {
+                    let hello = Payload::Hello { channel, token };
+                    self.send(LinkId::Data(channel), Side::Destination, hello);
+                }
+            }
+            SourceAction::RunRound { round } => self.begin_round(round, false),
+            SourceAction::Decide => self.source_works(20, SourceWork::Decide),
+            SourceAction::Rehearse => self.source_works(100, SourceWork::Rehearse),
+            SourceAction::Pause => self.source_works(50, SourceWork::Pause),
+            SourceAction::RunLastRound { round } => self.begin_round(round, true),
+            SourceAction::SaveState => self.source_works(100, SourceWork::Save),
+            SourceAction::ComputeDigest => self.source_works(300, SourceWork::Digest),
+            SourceAction::Resume { permit, running } => return self.resume(permit, running),
+            SourceAction::MovedAway(_) => {
+                ensure(self.checker.moved, || "confirmed, but never started".to_owned())?;
+            }
+            SourceAction::Finish(outcome) => return self.source_finished(outcome),
+        }
+        Ok(())
+    }
+
+    /// Work that takes around this many microseconds.
+    fn source_works(&mut self, micros: u64, work: SourceWork) {
+        let time = Duration::from_nanos(self.rng.between(micros * 200, micros * 2_000));
+        self.queue.put_after(time, Event::Source { attempt: self.attempt, work });
+    }
+
+    fn begin_round(&mut self, round: u32, last: bool) {
+        self.source.work += 1;
+        self.source.round = round;
+        if let Some(tracker) = &mut self.source.tracker {
+            tracker.sync();
+        }
+        let work = self.source.work;
+        self.source_works(5, SourceWork::Chunk { work, round, chunk: 0, last });
+    }
+
+    pub(crate) fn on_source_work(&mut self, work: SourceWork) -> Result<(), Violation> {
+        if !self.source.alive {
+            return Ok(());
+        }
+        match work {
+            SourceWork::Chunk { work, round, chunk, last } => {
+                self.send_chunk(work, round, chunk, last)
+            }
+            SourceWork::Pause => self.pause(),
+            work if core::mem::take(&mut self.source.fails) => {
+                let reason = format!("{work:?} failed");
+                self.tell_source(SourceEvent::HostFailed { reason })
+            }
+            SourceWork::Decide => {
+                let decision = self.decide();
+                self.tell_source(SourceEvent::Decided(decision))
+            }
+            SourceWork::Rehearse => {
+                let state = self.source.machine.state.to_le_bytes().to_vec();
+                self.tell_source(SourceEvent::Rehearsed { state })
+            }
+            SourceWork::Save => {
+                let bytes = self.source.machine.state.to_le_bytes().to_vec();
+                self.tell_source(SourceEvent::StateSaved { bytes })
+            }
+            SourceWork::Digest => {
+                let digest = self.source.machine.digest();
+                self.tell_source(SourceEvent::OwnDigest(digest))
+            }
+        }
+    }
+
+    fn decide(&mut self) -> Decision {
+        let clean = self.source.tracker.as_ref().is_some_and(Tracker::nearly_clean);
+        if self.rng.once_in(8) {
+            Decision::RehearseAgain
+        } else if clean || self.source.round >= ROUNDS_MAX || self.rng.once_in(4) {
+            Decision::Switchover
+        } else {
+            Decision::NextRound
+        }
+    }
+
+    fn send_chunk(
+        &mut self,
+        work: u64,
+        round: u32,
+        chunk: u64,
+        last: bool,
+    ) -> Result<(), Violation> {
+        if work != self.source.work {
+            return Ok(());
+        }
+        let Some(tracker) = &mut self.source.tracker else { return Ok(()) };
+        if core::mem::take(&mut self.source.fails) {
+            let reason = "dirty tracking failed".to_owned();
+            return self.tell_source(SourceEvent::HostFailed { reason });
+        }
+        let rearm_late = self.scenario.sabotage == Some(Sabotage::ReadBeforeRearm);
+        let taken = tracker.take_chunk(chunk, !rearm_late);
+        let read = |page: &u64| {
+            let index = usize::try_from(*page).expect("small");
+            (index, self.source.machine.memory[index])
+        };
+        let pages: Vec<(usize, u64)> = taken.iter().map(read).collect();
+        if rearm_late {
+            self.source.run_guest(&mut self.rng);
+            for page in taken {
+                if let Some(tracker) = &mut self.source.tracker {
+                    tracker.rearm(page);
+                }
+            }
+        }
+        let channels = u64::from(self.scenario.channels);
+        if !pages.is_empty() {
+            let channel = u16::try_from(chunk % channels).expect("a channel's number");
+            self.send(LinkId::Data(channel), Side::Destination, Payload::Pages(pages));
+        }
+        let chunks = (self.scenario.pages as u64).div_ceil(CHUNK_PAGES);
+        if chunk + 1 < chunks {
+            self.source_works(3, SourceWork::Chunk { work, round, chunk: chunk + 1, last });
+            return Ok(());
+        }
+        for channel in 0..self.scenario.channels {
+            self.send(LinkId::Data(channel), Side::Destination, Payload::Barrier { round });
+        }
+        self.tell_source(if last {
+            SourceEvent::LastRoundSent { round }
+        } else {
+            SourceEvent::RoundSent { round }
+        })
+    }
+
+    fn pause(&mut self) -> Result<(), Violation> {
+        if core::mem::take(&mut self.source.fails) {
+            let reason = "a vCPU does not stop".to_owned();
+            self.tell_source(SourceEvent::HostFailed { reason })?;
+            if self.rng.coin() {
+                // It was the pause itself, and the VMM has undone it.
+                return Ok(());
+            }
+        }
+        let running = self.source.machine.wanted;
+        match self.source.machine.permit.take() {
+            Some(permit) => self.tell_source(SourceEvent::Paused { permit, running }),
+            None => ensure(false, || "asked to pause a guest that is not here".to_owned()),
+        }
+    }
+
+    fn resume(&mut self, permit: RunPermit, running: bool) -> Result<(), Violation> {
+        self.source.work += 1;
+        let now = self.queue.now();
+        self.trace.line(now, format_args!("source resumes, running {running}"));
+        ensure(running == self.source.wanted, || {
+            format!("resumed with running {running}, was {}", self.source.wanted)
+        })?;
+        self.source.machine.wanted =
+            running || self.scenario.sabotage == Some(Sabotage::ForgetPaused);
+        let before = self.source.machine.permit.replace(permit);
+        ensure(before.is_none(), || "resumed with a second permit".to_owned())
+    }
+
+    fn source_finished(&mut self, outcome: SourceOutcome) -> Result<(), Violation> {
+        let now = self.queue.now();
+        self.trace.line(now, format_args!("source finished {outcome:?}"));
+        self.source.work += 1;
+        self.source.tracker = None;
+        let moved = self.checker.moved;
+        match &outcome {
+            SourceOutcome::Completed { .. } => {
+                ensure(moved, || "completed, but never started".to_owned())?;
+            }
+            SourceOutcome::Failed { reason } => {
+                ensure(!moved, || format!("failed ({reason}), but started"))?;
+            }
+            SourceOutcome::Cancelled => {
+                ensure(!moved, || "cancelled, but started".to_owned())?;
+            }
+            SourceOutcome::Undecided { .. } => {
+                if self.scenario.sabotage == Some(Sabotage::ResumeWhenUndecided) {
+                    self.source.machine.permit = Some(RunPermit::for_new_guest());
+                }
+            }
+        }
+        self.source.outcome = Some(outcome);
+        self.close_all(Side::Destination);
+        Ok(())
+    }
+
+    /// Something arrived at the source.
+    pub(crate) fn source_receives(
+        &mut self,
+        link: LinkId,
+        payload: Payload,
+    ) -> Result<(), Violation> {
+        match payload {
+            Payload::Control(bytes) => {
+                let message = crate::world::decode(&bytes)?;
+                self.trace_arrival(Side::Source, &message);
+                self.tell_source(SourceEvent::Received(message))
+            }
+            Payload::HelloAccepted => {
+                self.source.channels_open += 1;
+                if self.source.channels_open == self.scenario.channels {
+                    return self.tell_source(SourceEvent::ChannelsConnected);
+                }
+                Ok(())
+            }
+            Payload::Lost => {
+                let reason = format!("{link:?} was closed");
+                self.tell_source(match link {
+                    LinkId::Control => SourceEvent::ControlLost { reason },
+                    LinkId::Data(_) => SourceEvent::ChannelLost { reason },
+                })
+            }
+            Payload::Hello { .. } | Payload::Pages(_) | Payload::Barrier { .. } => {
+                ensure(false, || format!("{payload:?} arrived at the source"))
+            }
+        }
+    }
+}

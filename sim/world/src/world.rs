@@ -1,0 +1,486 @@
+//! The world's course: steps, faults, attempts, and the end.
+
+use crate::checker::{Checker, Violation, ensure};
+use crate::destination_host::{DestinationHost, DestinationWork};
+use crate::link::{Cut, Link, LinkId, Side};
+use crate::queue::Queue;
+use crate::rng::Rng;
+use crate::scenario::{Fault, START, Scenario, When};
+use crate::source_host::{SourceHost, SourceWork};
+use crate::trace::Trace;
+use core::time::Duration;
+use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
+use martlet_units::Instant;
+use martlet_wire::control::{Control, Fate, MigrationId, Setup, WireRange};
+use martlet_wire::frame;
+use std::collections::VecDeque;
+
+/// Steps of the longest run that is still thought to end.
+const STEPS_MAX: u64 = 50_000;
+/// An attempt, however it is hurt, ends within this: a stall that lasts longer than every
+/// deadline, and then each deadline of a phase once.
+const ATTEMPT_MAX: Duration = Duration::from_secs(300);
+/// How often a source asks about an undecided attempt.
+const ASK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often it asks at most.
+const ASKS_MAX: u32 = 60;
+
+/// What goes over a connection.
+#[derive(Debug)]
+pub(crate) enum Payload {
+    /// A frame of the control connection, as bytes.
+    Control(Vec<u8>),
+    /// A data channel's first bytes.
+    Hello { channel: u16, token: [u8; 16] },
+    /// The answer to them.
+    HelloAccepted,
+    /// Page numbers and contents.
+    Pages(Vec<(usize, u64)>),
+    /// The end of a round.
+    Barrier { round: u32 },
+    /// The end of the connection.
+    Lost,
+}
+
+/// What can happen next.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Arrive { attempt: u32, link: LinkId, to: Side, payload: Payload },
+    Source { attempt: u32, work: SourceWork },
+    Destination { attempt: u32, work: DestinationWork },
+    SourceTimer,
+    DestinationTimer,
+    Nothing,
+}
+
+/// Everything there is.
+pub(crate) struct World {
+    pub(crate) scenario: Scenario,
+    pub(crate) rng: Rng,
+    pub(crate) queue: Queue<Event>,
+    pub(crate) trace: Trace,
+    pub(crate) checker: Checker,
+    pub(crate) source: SourceHost,
+    pub(crate) destination: DestinationHost,
+    /// Counts from 1; what belongs to an earlier one arrives nowhere.
+    pub(crate) attempt: u32,
+    migration: MigrationId,
+    control: Link,
+    data: Vec<Link>,
+    faults: VecDeque<(When, Fault)>,
+    steps: u64,
+}
+
+/// How a run ended, when nothing was violated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summary {
+    /// Steps of the first attempt: what an exhaustive search counts.
+    pub first_steps: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Equal for two runs only if they were equal in everything that was traced.
+    pub hash: u64,
+    /// How the first attempt ended at the source; `None` if the source died.
+    pub first: Option<SourceOutcome>,
+    /// Where the first attempt stood at the source when it ended or the source died.
+    pub reached: SourcePhase,
+    /// Whether the first attempt was undecided, and settled later.
+    pub was_undecided: bool,
+    /// Whether a second attempt was made.
+    pub second: bool,
+    /// Whether the guest was lost with a process that held it.
+    pub lost_with_host: bool,
+}
+
+/// Plays a scenario. The error is what went wrong; play it with [`run_traced`] to see how.
+pub fn run(scenario: &Scenario) -> Result<Summary, Violation> {
+    let mut world = World::new(scenario.clone(), false);
+    world.play()
+}
+
+/// Plays a scenario and returns all that happened, line by line, too.
+pub fn run_traced(scenario: &Scenario) -> (Result<Summary, Violation>, String) {
+    let mut world = World::new(scenario.clone(), true);
+    let result = world.play();
+    (result, world.trace.text().to_owned())
+}
+
+/// Reads a control frame as the transport does.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Control, Violation> {
+    let damaged = |what: String| Violation { what };
+    let (head, body) =
+        bytes.split_first_chunk().ok_or_else(|| damaged("a frame without header".to_owned()))?;
+    let header = frame::FrameHeader::parse(head).map_err(|error| damaged(error.to_string()))?;
+    Control::decode(header.kind(), body).map_err(|error| damaged(error.to_string()))
+}
+
+impl World {
+    fn new(scenario: Scenario, keep_trace: bool) -> World {
+        let mut rng = Rng::new(scenario.seed ^ 0x0077_6f72_6c64);
+        let link = || Link::new(START, scenario.latency);
+        World {
+            queue: Queue::new(START),
+            trace: Trace::new(keep_trace),
+            checker: Checker::default(),
+            source: SourceHost::new(scenario.pages, scenario.running),
+            destination: DestinationHost::new(&mut rng),
+            attempt: 0,
+            migration: MigrationId([0; 16]),
+            control: link(),
+            data: Vec::new(),
+            faults: scenario.faults.iter().copied().collect(),
+            steps: 0,
+            rng,
+            scenario,
+        }
+    }
+
+    fn play(&mut self) -> Result<Summary, Violation> {
+        // The guest has a past.
+        for _ in 0..50 {
+            self.source.run_guest(&mut self.rng);
+        }
+        ensure(self.try_attempt()?, || "an idle destination refused".to_owned())?;
+        self.run_attempt()?;
+        let first_steps = self.steps;
+        self.faults.clear();
+        let reached = self.source.phase().unwrap_or(SourcePhase::SettingUp);
+        let first = self.source.outcome.clone().filter(|_| self.source.alive);
+        let was_undecided = matches!(first, Some(SourceOutcome::Undecided { .. }));
+        if was_undecided {
+            self.settle()?;
+        }
+        let stayed = self.source.alive && self.source.machine.permit.is_some();
+        if stayed {
+            self.second_attempt()?;
+        }
+        self.check_end()?;
+        Ok(Summary {
+            first_steps,
+            steps: self.steps,
+            hash: self.trace.hash(),
+            first,
+            reached,
+            was_undecided,
+            second: stayed,
+            lost_with_host: self.checker.died,
+        })
+    }
+
+    /// Connects the source to the destination. `false` if that does not take it in now.
+    fn try_attempt(&mut self) -> Result<bool, Violation> {
+        let now = self.queue.now();
+        if !self.destination.try_begin(now, &mut self.rng) {
+            return Ok(false);
+        }
+        self.attempt += 1;
+        self.trace.line(now, format_args!("attempt {}", self.attempt));
+        self.migration = MigrationId(self.rng.name());
+        let latency = self.scenario.latency;
+        self.control = Link::new(now, latency);
+        self.data = (0..self.scenario.channels).map(|_| Link::new(now, latency)).collect();
+        let setup = Setup {
+            migration: self.migration,
+            regions: vec![WireRange { start_gfn: 0, pages: self.scenario.pages as u64 }],
+            machine: Vec::new(),
+            channels: self.scenario.channels,
+            boot_id: [1; 16],
+        };
+        let downtime_limit = Duration::from_millis(300);
+        let config = SourceConfig { setup, verify: self.scenario.verify, downtime_limit };
+        self.source.begin(Source::new(now, config));
+        self.drain_source()?;
+        self.drain_destination()?;
+        Ok(true)
+    }
+
+    /// Whether both machines are done, or dead.
+    fn attempt_over(&self) -> bool {
+        let source = !self.source.alive || self.source.phase().is_none_or(SourcePhase::is_over);
+        let destination = !self.destination.alive
+            || self.destination.phase().is_none_or(martlet_protocol::DestinationPhase::is_over);
+        source && destination
+    }
+
+    fn run_attempt(&mut self) -> Result<(), Violation> {
+        let limit = self.queue.now().after(ATTEMPT_MAX);
+        while !self.attempt_over() {
+            self.step()?;
+            ensure(self.queue.now() <= limit && self.steps < STEPS_MAX, || {
+                let (source, destination) = (self.source.phase(), self.destination.phase());
+                format!("no end: source {source:?}, destination {destination:?}")
+            })?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<(), Violation> {
+        self.strike()?;
+        self.source.run_guest(&mut self.rng);
+        self.destination.run_guest(&mut self.rng);
+        let Some(event) = self.queue.take() else {
+            return ensure(self.attempt_over(), || {
+                let (source, destination) = (self.source.phase(), self.destination.phase());
+                format!("nothing left to happen: {source:?}, {destination:?}")
+            });
+        };
+        self.steps += 1;
+        let current = self.attempt;
+        match event {
+            Event::Arrive { attempt, link, to, payload } if attempt == current => {
+                self.arrive(link, to, payload)?;
+            }
+            Event::Source { attempt, work } if attempt == current => self.on_source_work(work)?,
+            Event::Destination { attempt, work } if attempt == current => {
+                self.on_destination_work(work)?;
+            }
+            Event::SourceTimer => self.source_timer()?,
+            Event::DestinationTimer => self.destination_timer()?,
+            Event::Nothing
+            | Event::Arrive { .. }
+            | Event::Source { .. }
+            | Event::Destination { .. } => {}
+        }
+        self.checker.after_step(&self.source, &self.destination)
+    }
+
+    fn arrive(&mut self, link: LinkId, to: Side, payload: Payload) -> Result<(), Violation> {
+        let told = matches!(payload, Payload::Lost);
+        if !told && self.link(link).is_none_or(|link| !link.delivers(to)) {
+            return Ok(());
+        }
+        match to {
+            Side::Source if self.source.alive => self.source_receives(link, payload),
+            Side::Destination if self.destination.alive => self.destination_receives(link, payload),
+            Side::Source | Side::Destination => Ok(()),
+        }
+    }
+
+    pub(crate) fn trace_arrival(&mut self, at: Side, message: &Control) {
+        let now = self.queue.now();
+        match message {
+            Control::Ping(_) | Control::Pong(_) => {}
+            message => self.trace.line(now, format_args!("{at:?} gets {}", message.kind())),
+        }
+    }
+
+    fn link(&mut self, id: LinkId) -> Option<&mut Link> {
+        match id {
+            LinkId::Control => Some(&mut self.control),
+            LinkId::Data(channel) => self.data.get_mut(usize::from(channel)),
+        }
+    }
+
+    pub(crate) fn send(&mut self, id: LinkId, to: Side, payload: Payload) {
+        let now = self.queue.now();
+        let link = match id {
+            LinkId::Control => Some(&mut self.control),
+            LinkId::Data(channel) => self.data.get_mut(usize::from(channel)),
+        };
+        if let Some(at) = link.and_then(|link| link.send(now, to, &mut self.rng)) {
+            self.queue.put_at(at, Event::Arrive { attempt: self.attempt, link: id, to, payload });
+        }
+    }
+
+    pub(crate) fn send_control(&mut self, to: Side, message: &Control) {
+        let mut bytes = Vec::new();
+        frame::encode(message, &mut bytes).expect("the machines keep to the limits");
+        self.send(LinkId::Control, to, Payload::Control(bytes));
+    }
+
+    fn link_ids(&self) -> impl Iterator<Item = LinkId> + use<> {
+        core::iter::once(LinkId::Control).chain((0..self.scenario.channels).map(LinkId::Data))
+    }
+
+    /// The other end of all connections closes them; `to` notices after all that was sent.
+    pub(crate) fn close_all(&mut self, to: Side) {
+        for id in self.link_ids() {
+            self.close(id, to);
+        }
+    }
+
+    pub(crate) fn close(&mut self, id: LinkId, to: Side) {
+        let now = self.queue.now();
+        if let Some(at) = self.link(id).and_then(|link| link.close_towards(now, to)) {
+            let attempt = self.attempt;
+            self.queue.put_at(at, Event::Arrive { attempt, link: id, to, payload: Payload::Lost });
+        }
+    }
+
+    /// Lets the faults that are due happen.
+    fn strike(&mut self) -> Result<(), Violation> {
+        let due = |when: &When| match *when {
+            When::Time(at) => at <= self.queue.now(),
+            When::Step(step) => step <= self.steps,
+        };
+        let (now, later): (Vec<_>, Vec<_>) =
+            self.faults.iter().copied().partition(|(when, _)| due(when));
+        if now.is_empty() {
+            return Ok(());
+        }
+        self.faults = later.into();
+        for (_, fault) in now {
+            let at = self.queue.now();
+            self.trace.line(at, format_args!("FAULT {fault:?}"));
+            self.inflict(fault)?;
+        }
+        self.checker.after_step(&self.source, &self.destination)
+    }
+
+    fn inflict(&mut self, fault: Fault) -> Result<(), Violation> {
+        let now = self.queue.now();
+        let reason = "the owner wants it so".to_owned();
+        match fault {
+            Fault::Cut(id, cut) => {
+                self.cut(id, cut);
+                Ok(())
+            }
+            Fault::Stall(id, side, time) => {
+                if let Some(link) = self.link(id) {
+                    link.stall(now, side, time);
+                }
+                Ok(())
+            }
+            Fault::Crash { side, delivered } => {
+                self.crash(side, delivered);
+                Ok(())
+            }
+            Fault::Cancel(Side::Source) => self.tell_source(SourceEvent::Cancel { reason }),
+            Fault::Cancel(Side::Destination) => {
+                let event = martlet_protocol::DestinationEvent::Cancel { reason };
+                self.tell_destination(event)
+            }
+            Fault::Host(Side::Source) => {
+                self.source.fails = true;
+                Ok(())
+            }
+            Fault::Host(Side::Destination) => {
+                self.destination.fails = true;
+                Ok(())
+            }
+        }
+    }
+
+    fn cut(&mut self, id: LinkId, cut: Cut) {
+        let sides = [Side::Source, Side::Destination];
+        match cut {
+            Cut::Reset { delivered } => {
+                for side in sides {
+                    self.close(id, side);
+                    if let (false, Some(link)) = (delivered, self.link(id)) {
+                        link.silence(side);
+                    }
+                }
+            }
+            Cut::SilentTowards(side) => {
+                if let Some(link) = self.link(id) {
+                    link.silence(side);
+                }
+            }
+            Cut::SilentBothWays => {
+                for side in sides {
+                    if let Some(link) = self.link(id) {
+                        link.silence(side);
+                    }
+                }
+            }
+        }
+    }
+
+    fn crash(&mut self, side: Side, delivered: bool) {
+        for id in self.link_ids() {
+            self.close(id, side.peer());
+            if let (false, Some(link)) = (delivered, self.link(id)) {
+                link.silence(side.peer());
+            }
+        }
+        match side {
+            Side::Source if self.source.alive => {
+                self.source.alive = false;
+                // Unless it had given the right away, the guest dies with it.
+                self.source.machine.permit = None;
+            }
+            Side::Destination if self.destination.alive => {
+                self.checker.died |= self.destination.permit_holders() > 0;
+                self.destination.alive = false;
+            }
+            Side::Source | Side::Destination => {}
+        }
+    }
+
+    /// Asks the destination about an undecided attempt until that is settled.
+    fn settle(&mut self) -> Result<(), Violation> {
+        for _ in 0..ASKS_MAX {
+            // The asking connection is a new one and works; time goes on meanwhile.
+            let next = self.queue.now().after(ASK_INTERVAL);
+            self.pass_until(next)?;
+            let Some(answer) = self.destination.answer(self.migration) else { break };
+            let now = self.queue.now();
+            self.trace.line(now, format_args!("asked: {:?}", answer.fate));
+            let knows = answer.fate != Fate::Unknown;
+            ensure(knows, || "the destination does not remember the attempt".to_owned())?;
+            self.tell_source(SourceEvent::Fate(answer))?;
+            self.checker.after_step(&self.source, &self.destination)?;
+            if self.source.phase() != Some(SourcePhase::Undecided) {
+                return Ok(());
+            }
+        }
+        ensure(!self.destination.alive, || "asked in vain".to_owned())?;
+        // The process is gone. The one that listens in its place knows nothing, and says so; that
+        // must settle nothing.
+        self.destination = DestinationHost::new(&mut self.rng);
+        let answer = self.destination.answer(self.migration).expect("it lives");
+        self.tell_source(SourceEvent::Fate(answer))?;
+        ensure(self.source.phase() == Some(SourcePhase::Undecided), || {
+            "another process's word was believed".to_owned()
+        })
+    }
+
+    /// Lets happen what happens until then.
+    fn pass_until(&mut self, until: Instant) -> Result<(), Violation> {
+        self.queue.put_at(until, Event::Nothing);
+        while self.queue.now() < until {
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// The guest stayed, so it is moved now: nothing goes wrong any more.
+    fn second_attempt(&mut self) -> Result<(), Violation> {
+        let wanted = self.source.machine.wanted;
+        ensure(wanted == self.scenario.running, || format!("the guest's running became {wanted}"))?;
+        // What a host still had to do for the first attempt comes to its end.
+        let calm = self.queue.now().after(ASK_INTERVAL);
+        self.pass_until(calm)?;
+        if !self.destination.alive {
+            self.destination = DestinationHost::new(&mut self.rng);
+        }
+        ensure(self.try_attempt()?, || "the second attempt was refused".to_owned())?;
+        self.run_attempt()?;
+        let outcome = self.source.outcome.clone();
+        ensure(matches!(outcome, Some(SourceOutcome::Completed { .. })), || {
+            format!("the second attempt ended with {outcome:?}")
+        })
+    }
+
+    /// What must hold when nothing more happens.
+    fn check_end(&mut self) -> Result<(), Violation> {
+        let here = self.source.machine.permit.is_some();
+        let there = self.destination.permit_holders() == 1;
+        if self.checker.moved {
+            ensure(there || self.checker.died, || "the moved guest is nowhere".to_owned())?;
+        } else if self.source.alive {
+            // It stayed, or nobody knows because the destination's process is gone.
+            let undecided = self.source.phase() == Some(SourcePhase::Undecided);
+            ensure(here || undecided, || "the guest that stayed is nowhere".to_owned())?;
+        } else {
+            // It died with the source; the destination has nothing and says so.
+            ensure(!there, || "a guest from nowhere".to_owned())?;
+            let fate = self.destination.answer(self.migration).map(|answer| answer.fate);
+            let said = matches!(fate, None | Some(Fate::Abandoned | Fate::Unknown));
+            ensure(said, || format!("the guest is not there, but {fate:?} is answered"))?;
+        }
+        let runs = self.destination.machine.as_ref().is_some_and(crate::guest::Machine::runs);
+        ensure(!there || runs == self.scenario.running, || format!("runs at the end: {runs}"))
+    }
+}
