@@ -130,7 +130,7 @@ impl Convergence {
     fn note_dirty(&mut self, dirty: PageCount) -> bool {
         let scaled = |count: PageCount, factor: u64| count.0.saturating_mul(factor);
         match self.dirty_to_beat {
-            Some(to_beat) if scaled(dirty, 5) > scaled(to_beat, 4) || dirty == to_beat => {
+            Some(to_beat) if scaled(dirty, 5) > scaled(to_beat, 4) => {
                 self.stagnant_rounds = self.stagnant_rounds.saturating_add(1);
                 scaled(dirty, 4) <= scaled(to_beat, 5)
             }

@@ -69,6 +69,20 @@ fn rounds_end_when_they_no_longer_help() {
 }
 
 #[test]
+fn polishing_has_an_end() {
+    // Each second round gains just enough, so the guest never looks stagnant.
+    let mut dirty = 1_000_000;
+    let mut rounds = Vec::new();
+    for round in 0..60 {
+        rounds.push((dirty, dirty));
+        dirty = if round % 2 == 1 { dirty * 4 / 5 } else { dirty };
+    }
+    let decisions = decide(&rounds, Duration::from_secs(3600));
+    let stop = decisions.iter().position(|d| *d == Decision::Switchover);
+    assert_eq!(stop, Some(POLISH_ROUNDS_MAX as usize - 1));
+}
+
+#[test]
 fn what_does_not_fit_is_never_chosen() {
     // 20000 pages take 82 ms.
     let hot = [(131_072, 20_000); 80];

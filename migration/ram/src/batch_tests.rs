@@ -136,3 +136,15 @@ fn a_run_too_many_waits_for_the_next_batch() {
     let sent = send(&ram, chunks(&all), BYTES_MAX);
     assert_eq!(sent.len() as u64, CHUNK_PAGES * 2);
 }
+
+#[test]
+fn runs_end_with_their_region() {
+    let ram = regions(&[10, 20]);
+    let mut batch = PageBatch::new(&ram);
+    for (region, page) in [(0, 9), (1, 10)] {
+        let mut chunk = chunks(&BTreeSet::from([(region, page)]))[0];
+        assert_eq!(batch.push_chunk(&mut chunk, &ZeroCheck::detect()), Pushed::All);
+    }
+    let runs: Vec<_> = batch.runs().iter().map(|run| (run.region.0, run.first_page)).collect();
+    assert_eq!(runs, [(0, 9), (1, 10)]);
+}

@@ -164,6 +164,18 @@ mod tests {
     }
 
     #[test]
+    fn content_behind_a_touched_zero_page_counts() {
+        let with_last = |byte| {
+            let ram = regions(&[8]);
+            [(0, 0), (1, 1), (2, 0), (3, byte)]
+                .iter()
+                .for_each(|(p, b)| write_page(&ram, 0, *p, *b));
+            ram.digest().unwrap()
+        };
+        assert_ne!(with_last(1), with_last(2));
+    }
+
+    #[test]
     fn holes_are_neither_read_nor_allocated() {
         let ram = regions(&[1 << 24]);
         write_page(&ram, 0, 1 << 23, 1);

@@ -91,6 +91,7 @@ fn errors_name_what_the_peer_said() {
     let error = |region, first, count| {
         placer.data_target(RegionIndex(region), first, count).unwrap_err().to_string()
     };
+    assert_eq!(error(0, 3, 0), "0 pages from page 3 of region 0, which has 1500 pages");
     assert_eq!(error(7, 0, 1), "pages of region 7, but the guest has 2 regions");
     assert_eq!(error(1, 65, 1), "1 pages from page 65 of region 1, which has 65 pages");
     assert_eq!(

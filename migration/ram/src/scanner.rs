@@ -110,25 +110,21 @@ impl Scanner {
     /// Fills the empty window with the next words that are not all zero. False at the end of the
     /// last region.
     fn take_window(&mut self) -> bool {
+        // So every word of the window is zero, those that the next region is too short for too.
         debug_assert_eq!(self.window.count(), 0, "would lose pages");
         while usize::from(self.region) < self.dirty.region_count() {
             let region = RegionIndex(self.region);
             let bitmap = self.dirty.region(region);
-            let words = bitmap.word_count();
-            while self.word < words && bitmap.word(self.word) == 0 {
-                self.word += 1;
-            }
-            if self.word == words {
+            let Some(word) = bitmap.next_nonzero_word(self.word) else {
                 self.region += 1;
                 self.word = 0;
                 continue;
-            }
-            let start = self.word - self.word % CHUNK_WORDS;
-            let len = (words - start).min(WINDOW_WORDS);
+            };
+            let start = word - word % CHUNK_WORDS;
+            let len = (bitmap.word_count() - start).min(WINDOW_WORDS);
             for (offset, word) in self.window.words[..len].iter_mut().enumerate() {
                 *word = bitmap.take_word(start + offset);
             }
-            self.window.words[len..].fill(0);
             (self.window.region, self.window.start) = (region, start);
             (self.window.len, self.window.next) = (len, 0);
             self.word = start + len;
