@@ -1,0 +1,4 @@
+//! The first bytes of a connection, from whoever listens.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| martlet_wire::fuzz::hello_reply(data));
