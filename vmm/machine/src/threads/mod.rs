@@ -1,23 +1,128 @@
-//! vCPUs without KVM (being written).
+//! vCPUs without KVM: each is a host thread that executes the guest's instructions itself.
+//!
+//! Guest physical address `x` is at host address [`GUEST_BASE`]` + x`, in every process, so the
+//! guest's pointers stay true when it moves. What the processor refuses to a process, the ports
+//! above all, comes back as a signal and becomes an exit; see `signals.rs`.
+//!
+//! This is for trying martlet where there is no KVM, with the built-in program, and it is no
+//! protection: **the guest is part of the process**. Whoever can send it a guest can have any code
+//! executed. Its time stamp counter is the host's, too. So a guest of this kind goes to another
+//! process of the same host only: a destination refuses a description that does not name the
+//! running kernel's random boot id, which no other host knows.
 
-use crate::vcpu::backend::{BackendError, Built};
-use martlet_ram::GuestRam;
+mod decode;
+mod description;
+mod frame;
+mod saved;
+mod signal_stack;
+mod signals;
+mod tsc;
+mod vcpu;
+
+#[cfg(test)]
+mod tests;
+
+use crate::Accel;
+use crate::dirty::pagemap::PagemapTracker;
+use crate::vcpu::backend::{BackendError, Built, VcpuBackend, VmBackend};
+use description::Description;
+use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::PageRange;
 use std::sync::Arc;
+use vcpu::ThreadVcpu;
 
-/// Memory for a guest of threads: at the same host address in every process.
-pub(crate) fn create_ram(_layout: &[PageRange]) -> Result<GuestRam, BackendError> {
-    Err(BackendError::Unsupported { reason: "threads are not built in yet".into() })
+/// Host address of guest physical address 0: far from what the kernel picks for programs,
+/// libraries, heaps and stacks, and with 32 TiB to the first of them.
+pub(crate) const GUEST_BASE: usize = 0x2000_0000_0000;
+
+/// Memory for a guest of threads: at the same host address in every process, so one guest at a
+/// time in each.
+pub(crate) fn create_ram(layout: &[PageRange]) -> Result<GuestRam, BackendError> {
+    GuestRam::create_at(layout, GUEST_BASE).map_err(|error| {
+        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
+        let cause = cause.unwrap_or_default();
+        let reason = format!("{error} at {GUEST_BASE:#x} (one guest a process){cause}");
+        BackendError::Unsupported { reason }
+    })
 }
 
 /// Builds the backend; `description` is what the source's [`VmBackend::description`] gave, none
 /// for a new guest.
-///
-/// [`VmBackend::description`]: crate::vcpu::backend::VmBackend::description
 pub(crate) fn build(
-    _ram: &Arc<GuestRam>,
-    _vcpus: u16,
-    _description: Option<&[u8]>,
+    ram: &Arc<GuestRam>,
+    vcpus: u16,
+    description: Option<&[u8]>,
 ) -> Result<Built, BackendError> {
-    Err(BackendError::Unsupported { reason: "threads are not built in yet".into() })
+    let base = base_of(ram)?;
+    let here = Description::here(base)?;
+    if let Some(bytes) = description {
+        Description::from_bytes(bytes)?.check(&here)?;
+    }
+    let vcpus = (0..vcpus)
+        .map(|_| Box::new(ThreadVcpu::new(Arc::clone(ram), base)) as Box<dyn VcpuBackend>)
+        .collect();
+    let vm = Arc::new(ThreadVm { ram: Arc::clone(ram), base, description: here });
+    Ok(Built { vm, vcpus })
+}
+
+/// Host address of guest physical address 0, the same from every region.
+fn base_of(ram: &GuestRam) -> Result<u64, BackendError> {
+    let mut bases = ram.regions().iter().map(|region| {
+        let gpa = region.range().start().checked_to_gpa()?.0;
+        (region.host_ptr(0).expose_provenance() as u64).checked_sub(gpa)
+    });
+    let first = bases.next().flatten();
+    match first {
+        Some(base) if bases.all(|other| other == first) => Ok(base),
+        _ => {
+            let reason = "guest memory that is not as `create_ram` makes it".into();
+            Err(BackendError::Unsupported { reason })
+        }
+    }
+}
+
+struct ThreadVm {
+    ram: Arc<GuestRam>,
+    base: u64,
+    description: Description,
+}
+
+impl VmBackend for ThreadVm {
+    fn accel(&self) -> Accel {
+        Accel::Threads
+    }
+
+    fn tracking_name(&self) -> &'static str {
+        "userfaultfd"
+    }
+
+    fn description(&self) -> Vec<u8> {
+        self.description.to_bytes()
+    }
+
+    /// There are no interrupt controllers and timers; the clock is the host's.
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
+        Ok(Vec::new())
+    }
+
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
+        if state.is_empty() {
+            return Ok(());
+        }
+        Err(BackendError::state(format!("{} bytes for devices that there are not", state.len())))
+    }
+
+    fn pulse_irq(&self, _: u32) {}
+
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+        Ok(Box::new(PagemapTracker::new(Arc::clone(&self.ram))?))
+    }
+
+    fn tsc_khz(&self) -> u32 {
+        self.description.tsc_khz()
+    }
+
+    fn guest_base(&self) -> u64 {
+        self.base
+    }
 }
