@@ -98,11 +98,6 @@ impl Tracker {
         }
     }
 
-    /// Whether nothing is dirty but what fits one chunk.
-    pub(crate) fn nearly_clean(&self) -> bool {
-        self.dirty.count() + self.log.count() <= CHUNK_PAGES
-    }
-
     /// Takes a chunk's dirty pages: not dirty any more, and armed. Read them only now.
     pub(crate) fn take_chunk(&mut self, chunk: u64, rearm: bool) -> Vec<u64> {
         let end = ((chunk + 1) * CHUNK_PAGES).min(self.dirty.pages());

@@ -1,4 +1,4 @@
-//! A deterministic world under one seed: the two real protocol machines, a simulated guest with
+//! A deterministic world under one seed: the two real protocol machines and the real policy, a simulated guest with
 //! its dirty tracking, connections that delay, overtake each other and break, processes that die,
 //! owners that change their minds, and checkers.
 //!
@@ -19,8 +19,7 @@
 //! `rng`, `queue` and `trace` are the ground; `link` and `guest` the parts; `source_host` and
 //! `destination_host` carry out the machines' actions as the engine does; `checker` looks on;
 //! `scenario` says what is to happen and `world` makes it happen. Models of devices and of RDMA
-//! join as further hosts' parts with events of their own; a policy joins where `source_host`
-//! decides.
+//! join as further hosts' parts with events of their own.
 
 mod checker;
 mod destination_host;

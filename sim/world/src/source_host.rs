@@ -6,12 +6,16 @@ use crate::link::{LinkId, Side};
 use crate::scenario::Sabotage;
 use crate::world::{Event, Payload, World};
 use core::time::Duration;
+use martlet_policy::{AutoConverge, Convergence, Measurements, RoundResult, predict};
 use martlet_protocol::{
     Decision, RunPermit, Source, SourceAction, SourceEvent, SourceOutcome, SourcePhase,
 };
+use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 
-/// Pre-copy ends after this many rounds, however dirty memory is.
-const ROUNDS_MAX: u32 = 5;
+/// What the simulated channels carry: about a page in 3 us, which is how fast chunks are sent.
+const BANDWIDTH: BytesPerSec = BytesPerSec(1_300_000_000);
+/// The blackout that the owner accepts.
+pub(crate) const DOWNTIME_LIMIT: Duration = Duration::from_millis(300);
 
 /// A process with a guest to give away.
 #[derive(Debug)]
@@ -24,7 +28,9 @@ pub(crate) struct SourceHost {
     pub(crate) tracker: Option<Tracker>,
     /// Rises when the work for a round has to end.
     work: u64,
-    round: u32,
+    convergence: Convergence,
+    round_began: Instant,
+    round_sent: PageCount,
     channels_open: u16,
     /// The next thing asked for fails.
     pub(crate) fails: bool,
@@ -36,8 +42,10 @@ pub(crate) struct SourceHost {
 pub(crate) enum SourceWork {
     /// Send a chunk, then the next.
     Chunk { work: u64, round: u32, chunk: u64, last: bool },
-    /// Decide.
+    /// Ask the policy.
     Decide,
+    /// The policy's answer, after the rest that it wants.
+    Decided(Decision),
     /// Stopping and saving was rehearsed.
     Rehearse,
     /// The last vCPU is out.
@@ -57,7 +65,9 @@ impl SourceHost {
             protocol: None,
             tracker: None,
             work: 0,
-            round: 0,
+            convergence: Convergence::new(AutoConverge::Off),
+            round_began: Instant::default(),
+            round_sent: PageCount(0),
             channels_open: 0,
             fails: false,
             outcome: None,
@@ -68,6 +78,7 @@ impl SourceHost {
     pub(crate) fn begin(&mut self, protocol: Source) {
         self.tracker = Some(Tracker::new(self.machine.memory.len() as u64));
         self.protocol = Some(protocol);
+        self.convergence = Convergence::new(AutoConverge::Off);
         self.channels_open = 0;
         self.outcome = None;
         self.fails = false;
@@ -160,7 +171,8 @@ impl World {
 
     fn begin_round(&mut self, round: u32, last: bool) {
         self.source.work += 1;
-        self.source.round = round;
+        self.source.round_began = self.queue.now();
+        self.source.round_sent = PageCount(0);
         if let Some(tracker) = &mut self.source.tracker {
             tracker.sync();
         }
@@ -182,9 +194,12 @@ impl World {
                 self.tell_source(SourceEvent::HostFailed { reason })
             }
             SourceWork::Decide => {
-                let decision = self.decide();
-                self.tell_source(SourceEvent::Decided(decision))
+                let (decision, rest) = self.decide()?;
+                let work = SourceWork::Decided(decision);
+                self.queue.put_after(rest, Event::Source { attempt: self.attempt, work });
+                Ok(())
             }
+            SourceWork::Decided(decision) => self.tell_source(SourceEvent::Decided(decision)),
             SourceWork::Rehearse => {
                 let state = self.source.machine.state.to_le_bytes().to_vec();
                 self.tell_source(SourceEvent::Rehearsed { state })
@@ -200,15 +215,48 @@ impl World {
         }
     }
 
-    fn decide(&mut self) -> Decision {
-        let clean = self.source.tracker.as_ref().is_some_and(Tracker::nearly_clean);
+    /// Mostly the real policy, on what was measured. Chance stops the guest early at times, so that
+    /// there are pages left for the last round.
+    fn decide(&mut self) -> Result<(Decision, Duration), Violation> {
         if self.rng.once_in(8) {
-            Decision::RehearseAgain
-        } else if clean || self.source.round >= ROUNDS_MAX || self.rng.once_in(4) {
-            Decision::Switchover
-        } else {
-            Decision::NextRound
+            return Ok((Decision::RehearseAgain, Duration::ZERO));
         }
+        if self.rng.once_in(4) {
+            return Ok((Decision::Switchover, Duration::ZERO));
+        }
+        let now = self.queue.now();
+        let source = &mut self.source;
+        let (Some(protocol), Some(tracker)) = (&source.protocol, &mut source.tracker) else {
+            return Ok((Decision::Switchover, Duration::ZERO));
+        };
+        tracker.sync();
+        let dirty = PageCount(tracker.dirty.count());
+        let (rehearsed, round_trip) = (protocol.rehearsed(), protocol.round_trip());
+        let (Some(rehearsed), Some(round_trip)) = (rehearsed, round_trip) else {
+            let what = format!("asked to decide with {rehearsed:?} and {round_trip:?}");
+            return Err(Violation { what });
+        };
+        let measured = Measurements {
+            pause: Duration::from_micros(50),
+            save: Duration::from_micros(100),
+            sync: Duration::ZERO,
+            dirty,
+            bandwidth: BANDWIDTH,
+            state: ByteCount(8),
+            round_trip,
+            load: Duration::from_nanos(rehearsed.load_ns),
+            start: Duration::from_nanos(rehearsed.start_ns),
+        };
+        let result = RoundResult {
+            sent: source.round_sent,
+            dirty,
+            duration: now.since(source.round_began),
+            prediction: predict(&measured),
+        };
+        Ok(match source.convergence.after_round(&result, DOWNTIME_LIMIT) {
+            martlet_policy::Decision::NextRound { rest, .. } => (Decision::NextRound, rest),
+            martlet_policy::Decision::Switchover => (Decision::Switchover, Duration::ZERO),
+        })
     }
 
     fn send_chunk(
@@ -233,6 +281,7 @@ impl World {
             (index, self.source.machine.memory[index])
         };
         let pages: Vec<(usize, u64)> = taken.iter().map(read).collect();
+        self.source.round_sent.0 += pages.len() as u64;
         if rearm_late {
             self.source.run_guest(&mut self.rng);
             for page in taken {

@@ -6,7 +6,7 @@ use crate::link::{Cut, Link, LinkId, Side};
 use crate::queue::Queue;
 use crate::rng::Rng;
 use crate::scenario::{Fault, START, Scenario, When};
-use crate::source_host::{SourceHost, SourceWork};
+use crate::source_host::{DOWNTIME_LIMIT, SourceHost, SourceWork};
 use crate::trace::Trace;
 use core::time::Duration;
 use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
@@ -186,7 +186,7 @@ impl World {
             channels: self.scenario.channels,
             boot_id: [1; 16],
         };
-        let downtime_limit = Duration::from_millis(300);
+        let downtime_limit = DOWNTIME_LIMIT;
         let config = SourceConfig { setup, verify: self.scenario.verify, downtime_limit };
         self.source.begin(Source::new(now, config));
         self.drain_source()?;
