@@ -30,9 +30,10 @@ pub trait DirtySource: Send {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError>;
 
     /// Catches the next write to the pages of `words`: bit `b` of `words[i]` is page
-    /// `first_page + 64 * i + b` of `region`; `first_page` is a multiple of 64. Only pages that a
-    /// `sync` reported since they were last rearmed may be named. A source that rearms while it
-    /// syncs does nothing here.
+    /// `first_page + 64 * i + b` of `region`; `first_page` is a multiple of 64. Only pages that are
+    /// read for sending afterwards may be named, whether or not a `sync` reported them: the first
+    /// round names every page that was ever touched. A source that rearms while it syncs does
+    /// nothing here.
     fn rearm(
         &mut self,
         region: RegionIndex,

@@ -111,6 +111,7 @@ struct Driver<'ram> {
     memory_equal: Option<bool>,
     /// From the call to the destination's confirmation.
     total: Option<Duration>,
+    moved_away: bool,
     cpu_before: Duration,
     guest: Option<GuestCheck>,
     outcome: Option<SourceOutcome>,
@@ -190,6 +191,7 @@ impl<'ram> Driver<'ram> {
             alive: None,
             memory_equal: None,
             total: None,
+            moved_away: false,
             cpu_before: host::process_cpu(),
             guest: None,
             outcome: None,
@@ -610,7 +612,8 @@ impl<'ram> Driver<'ram> {
 
     /// The guest has left for good.
     fn move_away(&mut self) {
-        if self.guest.is_none() {
+        if !self.moved_away {
+            self.moved_away = true;
             self.guest = self.vmm.guest_check();
             self.tracker = None;
             self.vmm.moved_away();
