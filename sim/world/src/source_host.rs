@@ -35,6 +35,8 @@ pub(crate) struct SourceHost {
     /// The next thing asked for fails.
     pub(crate) fails: bool,
     pub(crate) outcome: Option<SourceOutcome>,
+    /// The first thing that was said of the first attempt's end.
+    pub(crate) first_outcome: Option<SourceOutcome>,
 }
 
 /// A step of the source host's own work, done some time after it was asked for.
@@ -71,6 +73,7 @@ impl SourceHost {
             channels_open: 0,
             fails: false,
             outcome: None,
+            first_outcome: None,
         }
     }
 
@@ -356,11 +359,16 @@ impl World {
                 ensure(!moved, || "cancelled, but started".to_owned())?;
             }
             SourceOutcome::Undecided { .. } => {
+                if self.source.outcome.is_none() {
+                    let wait = Duration::from_micros(1 << self.rng.between(6, 21));
+                    self.queue.put_after(wait, Event::Ask { attempt: self.attempt });
+                }
                 if self.scenario.sabotage == Some(Sabotage::ResumeWhenUndecided) {
                     self.source.machine.permit = Some(RunPermit::for_new_guest());
                 }
             }
         }
+        self.source.first_outcome.get_or_insert_with(|| outcome.clone());
         self.source.outcome = Some(outcome);
         self.close_all(Side::Destination);
         Ok(())

@@ -11,7 +11,7 @@ use crate::trace::Trace;
 use core::time::Duration;
 use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
 use martlet_units::Instant;
-use martlet_wire::control::{Control, Fate, MigrationId, Setup, WireRange};
+use martlet_wire::control::{Answer, Control, Fate, MigrationId, Setup, WireRange};
 use martlet_wire::frame;
 use std::collections::VecDeque;
 
@@ -20,10 +20,10 @@ const STEPS_MAX: u64 = 50_000;
 /// An attempt, however it is hurt, ends within this: a stall that lasts longer than every
 /// deadline, and then each deadline of a phase once.
 const ATTEMPT_MAX: Duration = Duration::from_secs(300);
-/// How often a source asks about an undecided attempt.
-const ASK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often it asks at most.
-const ASKS_MAX: u32 = 60;
+/// An undecided attempt is settled within this, if the destination's process lives.
+const SETTLE_SECONDS_MAX: u32 = 60;
+/// What was still under way for an attempt has come to its end this long after it.
+const CALM: Duration = Duration::from_secs(1);
 
 /// What goes over a connection.
 #[derive(Debug)]
@@ -45,11 +45,32 @@ pub(crate) enum Payload {
 /// What can happen next.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Arrive { attempt: u32, link: LinkId, to: Side, payload: Payload },
-    Source { attempt: u32, work: SourceWork },
-    Destination { attempt: u32, work: DestinationWork },
+    Arrive {
+        attempt: u32,
+        link: LinkId,
+        to: Side,
+        payload: Payload,
+    },
+    Source {
+        attempt: u32,
+        work: SourceWork,
+    },
+    Destination {
+        attempt: u32,
+        work: DestinationWork,
+    },
     SourceTimer,
     DestinationTimer,
+    /// The source asks about its undecided attempt.
+    Ask {
+        attempt: u32,
+    },
+    /// The answer comes back.
+    Answered {
+        attempt: u32,
+        answer: Answer,
+    },
+    /// A moment passes.
     Nothing,
 }
 
@@ -80,7 +101,7 @@ pub struct Summary {
     pub steps: u64,
     /// Equal for two runs only if they were equal in everything that was traced.
     pub hash: u64,
-    /// How the first attempt ended at the source; `None` if the source died.
+    /// How the first attempt ended at the source, before anybody asked; `None` if that died.
     pub first: Option<SourceOutcome>,
     /// Where the first attempt stood at the source when it ended or the source died.
     pub reached: SourcePhase,
@@ -145,9 +166,9 @@ impl World {
         let first_steps = self.steps;
         self.faults.clear();
         let reached = self.source.phase().unwrap_or(SourcePhase::SettingUp);
-        let first = self.source.outcome.clone().filter(|_| self.source.alive);
+        let first = self.source.first_outcome.clone().filter(|_| self.source.alive);
         let was_undecided = matches!(first, Some(SourceOutcome::Undecided { .. }));
-        if was_undecided {
+        if self.source.alive && self.source.phase() == Some(SourcePhase::Undecided) {
             self.settle()?;
         }
         let stayed = self.source.alive && self.source.machine.permit.is_some();
@@ -234,12 +255,18 @@ impl World {
             Event::Destination { attempt, work } if attempt == current => {
                 self.on_destination_work(work)?;
             }
+            Event::Ask { attempt } if attempt == current => self.ask()?,
+            Event::Answered { attempt, answer } if attempt == current => {
+                self.tell_source(SourceEvent::Fate(answer))?;
+            }
             Event::SourceTimer => self.source_timer()?,
             Event::DestinationTimer => self.destination_timer()?,
             Event::Nothing
             | Event::Arrive { .. }
             | Event::Source { .. }
-            | Event::Destination { .. } => {}
+            | Event::Destination { .. }
+            | Event::Ask { .. }
+            | Event::Answered { .. } => {}
         }
         self.checker.after_step(&self.source, &self.destination)
     }
@@ -408,22 +435,38 @@ impl World {
         }
     }
 
-    /// Asks the destination about an undecided attempt until that is settled.
+    /// Asks the destination, on a connection that works, what became of an undecided attempt. It
+    /// may still be under way there: the commit may lie in a queue. The answer takes its time, so
+    /// it may be old when it comes.
+    pub(crate) fn ask(&mut self) -> Result<(), Violation> {
+        let attempt = self.attempt;
+        if self.source.phase() != Some(SourcePhase::Undecided) {
+            return Ok(());
+        }
+        // No answer means that the process is gone.
+        let Some(answer) = self.destination.answer(self.migration) else { return Ok(()) };
+        let now = self.queue.now();
+        self.trace.line(now, format_args!("asked: {:?}", answer.fate));
+        let knows = answer.fate != Fate::Unknown;
+        ensure(knows, || "the destination does not remember the attempt".to_owned())?;
+        let way = Duration::from_nanos(self.rng.between(50_000, 5_000_000));
+        self.queue.put_after(way, Event::Answered { attempt, answer });
+        let pause = Duration::from_micros(1 << self.rng.between(10, 20));
+        self.queue.put_after(pause, Event::Ask { attempt });
+        Ok(())
+    }
+
+    /// Waits until an undecided attempt is settled by asking.
     fn settle(&mut self) -> Result<(), Violation> {
-        for _ in 0..ASKS_MAX {
-            // The asking connection is a new one and works; time goes on meanwhile.
-            let next = self.queue.now().after(ASK_INTERVAL);
-            self.pass_until(next)?;
-            let Some(answer) = self.destination.answer(self.migration) else { break };
-            let now = self.queue.now();
-            self.trace.line(now, format_args!("asked: {:?}", answer.fate));
-            let knows = answer.fate != Fate::Unknown;
-            ensure(knows, || "the destination does not remember the attempt".to_owned())?;
-            self.tell_source(SourceEvent::Fate(answer))?;
-            self.checker.after_step(&self.source, &self.destination)?;
+        for _ in 0..SETTLE_SECONDS_MAX {
             if self.source.phase() != Some(SourcePhase::Undecided) {
                 return Ok(());
             }
+            if !self.destination.alive {
+                break;
+            }
+            let next = self.queue.now().after(Duration::from_secs(1));
+            self.pass_until(next)?;
         }
         ensure(!self.destination.alive, || "asked in vain".to_owned())?;
         // The process is gone. The one that listens in its place knows nothing, and says so; that
@@ -450,7 +493,7 @@ impl World {
         let wanted = self.source.machine.wanted;
         ensure(wanted == self.scenario.running, || format!("the guest's running became {wanted}"))?;
         // What a host still had to do for the first attempt comes to its end.
-        let calm = self.queue.now().after(ASK_INTERVAL);
+        let calm = self.queue.now().after(CALM);
         self.pass_until(calm)?;
         if !self.destination.alive {
             self.destination = DestinationHost::new(&mut self.rng);

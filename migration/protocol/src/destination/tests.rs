@@ -332,3 +332,12 @@ fn a_digest_of_pages_that_never_come_is_not_waited_for() {
     destination.on_timeout(at);
     assert_eq!(destination.phase(), DestinationPhase::Abandoned);
 }
+
+#[test]
+fn a_channel_lost_before_the_last_round_ends_the_attempt_when_that_is_announced() {
+    let lost = Some(Lost { last_barrier: Some(LAST - 1), reason: reason() });
+    let mut destination = machine(LAST, State::Receiving { rehearsing: false, lost });
+    let soon = SwitchoverSoon { last_round: LAST };
+    destination.on_event(T0, DestinationEvent::Received(Control::SwitchoverSoon(soon)));
+    assert_eq!(destination.phase(), DestinationPhase::Abandoned);
+}

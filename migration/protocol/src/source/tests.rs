@@ -377,3 +377,21 @@ fn a_state_too_long_to_send_fails_before_the_commit() {
     assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
     assert_eq!(source.phase(), SourcePhase::Failed);
 }
+
+#[test]
+fn memory_that_differs_is_not_handed_over() {
+    for ours_first in [true, false] {
+        let state = State::Comparing { held: held(), last_round: 5, ours: None, theirs: None };
+        let mut source = machine(true, state);
+        let ours = SourceEvent::OwnDigest([3; 32]);
+        let theirs = SourceEvent::Received(Control::Digest(Digest { digest: [4; 32] }));
+        let [first, second] = if ours_first { [ours, theirs] } else { [theirs, ours] };
+        source.on_event(T0, first);
+        assert!(actions(&mut source).is_empty());
+        source.on_event(T0, second);
+        let told = actions(&mut source);
+        assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
+        assert!(matches!(told[1], SourceAction::Send(Control::Abandon(_))), "{told:?}");
+        assert_eq!(reason_of(&told[2]), Some(Failure::MemoryDiffers.to_string()));
+    }
+}
