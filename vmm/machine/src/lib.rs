@@ -26,6 +26,8 @@ mod memory;
 mod phase;
 mod saved;
 mod source;
+#[cfg(test)]
+mod tests;
 mod threads;
 mod vcpu;
 

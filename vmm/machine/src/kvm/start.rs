@@ -1,7 +1,9 @@
 //! Registers of a vCPU at the start of a new guest.
 
 use crate::vcpu::backend::{BackendError, Level3Tables, Start};
-use kvm_bindings::{kvm_fpu, kvm_regs, kvm_segment, kvm_sregs};
+use kvm_bindings::{
+    KVM_MP_STATE_RUNNABLE, kvm_fpu, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
+};
 use kvm_ioctls::VcpuFd;
 use std::io;
 
@@ -55,6 +57,9 @@ pub(super) fn apply(fd: &VcpuFd, start: &Start) -> Result<(), BackendError> {
             regs = kvm_regs { rip: entry, rsi: boot_params, ..regs };
         }
     }
+    // KVM makes all vCPUs but the first wait for a start-up message.
+    let runnable = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
+    kvm("KVM_SET_MP_STATE", fd.set_mp_state(runnable))?;
     let fpu = kvm_fpu { fcw: FPU_CONTROL, mxcsr: MXCSR, ..Default::default() };
     kvm("KVM_SET_FPU", fd.set_fpu(&fpu))?;
     kvm("KVM_SET_SREGS", fd.set_sregs(&sregs))?;

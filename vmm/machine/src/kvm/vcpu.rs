@@ -12,9 +12,8 @@ use crate::dirty::RingShare;
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO,
-    KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_EXIT_SYSTEM_EVENT, KVM_MP_STATE_RUNNABLE,
-    KVM_SYSTEM_EVENT_RESET, kvm_lapic_state, kvm_mp_state, kvm_sregs, kvm_sregs2, kvm_xcr,
-    kvm_xcrs,
+    KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_EXIT_SYSTEM_EVENT, KVM_SYSTEM_EVENT_RESET,
+    kvm_lapic_state, kvm_mp_state, kvm_sregs, kvm_sregs2, kvm_xcr, kvm_xcrs,
 };
 use kvm_ioctls::VcpuFd;
 use std::io;
@@ -260,9 +259,6 @@ impl VcpuBackend for KvmVcpu {
 
     fn warm_up(&mut self) -> Result<(), BackendError> {
         let Some(warm_up) = self.warm_up.take() else { return Ok(()) };
-        // An application processor would wait for its start-up message.
-        let runnable = kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE };
-        kvm("KVM_SET_MP_STATE", self.fd.set_mp_state(runnable))?;
         start::apply(&self.fd, warm_up.start())?;
         for _ in 0..WARM_UP_EXITS_MAX {
             self.kicker.clear();

@@ -9,6 +9,9 @@ use std::time::Duration;
 /// some 20 to 50 us; sleeping and being woken costs about as much again.
 const SPIN: Duration = Duration::from_micros(60);
 
+/// The kernel counts in signed numbers, and wakes one thread if this is negative.
+pub(super) const WAKE_ALL: u32 = i32::MAX.unsigned_abs();
+
 /// Set in the counter when someone sleeps on it.
 const SLEEPING: u32 = 1 << 31;
 
@@ -34,7 +37,7 @@ impl Countdown {
         let before = self.left.fetch_sub(1, Ordering::AcqRel);
         assert_ne!(before & !SLEEPING, 0, "more arrivals than were expected");
         if before == SLEEPING | 1 {
-            let _ = futex::wake(&self.left, futex::Flags::PRIVATE, u32::MAX);
+            let _ = futex::wake(&self.left, futex::Flags::PRIVATE, WAKE_ALL);
         }
     }
 

@@ -4,6 +4,7 @@
 //! word changes by one store, so all vCPUs see the order at the same moment; those that run are
 //! kicked, those that sleep are woken, those that were armed need neither.
 
+use super::countdown::WAKE_ALL;
 use crate::clock;
 use martlet_units::Instant;
 use rustix::thread::futex;
@@ -106,7 +107,7 @@ impl Orders {
         // A thread counts itself before the kernel compares the word: it is seen here or it sees
         // the new word.
         if self.sleepers.load(Ordering::SeqCst) != 0 {
-            let _ = futex::wake(&self.word, futex::Flags::PRIVATE, u32::MAX);
+            let _ = futex::wake(&self.word, futex::Flags::PRIVATE, WAKE_ALL);
         }
     }
 

@@ -1,0 +1,86 @@
+//! Machines under a real KVM. Without one these tests say so and pass.
+
+mod hostile;
+mod kernels;
+mod moving;
+mod stopping;
+mod tracking;
+
+use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
+use martlet_engine::{DestinationFactory, DestinationVmm, SourceVmm};
+use martlet_units::{ByteCount, Gpa, PAGE_SIZE};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long anything may take on a busy host.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Whether these tests can run; says so if not.
+fn has_kvm() -> bool {
+    match kvm_is_usable() {
+        Ok(()) => true,
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            false
+        }
+    }
+}
+
+fn program(text: &str, memory_mib: u64, vcpus: u16) -> MachineConfig {
+    MachineConfig {
+        memory: ByteCount(memory_mib << 20),
+        vcpus,
+        accel: Accel::Kvm,
+        tracking: Tracking::Auto,
+        boot: Boot::Program(text.parse().expect("parameters")),
+        serial: SerialOut::None,
+    }
+}
+
+fn running(config: &MachineConfig) -> Arc<Machine> {
+    let machine = Machine::new(config).expect("a machine");
+    machine.continue_by_owner().expect("a new guest starts");
+    machine
+}
+
+/// Waits until `is_so`.
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !is_so() {
+        assert!(begin.elapsed() < PATIENCE, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn heartbeats(machine: &Machine) -> u64 {
+    machine.guest_counters().expect("the built-in program").heartbeats
+}
+
+/// Waits until the guest has filled its memory and beaten once more.
+fn wait_ready(machine: &Machine) {
+    wait_for("the guest to fill its memory", || {
+        assert_eq!(machine.group.ended_because(), None);
+        machine.guest_counters().expect("the built-in program").ready
+    });
+    let now = heartbeats(machine);
+    wait_for("a heartbeat", || heartbeats(machine) > now);
+}
+
+/// Asserts that the guest lives on and finds nothing wrong.
+fn assert_sound(machine: &Machine) {
+    let before = machine.guest_counters().expect("the built-in program");
+    wait_for("heartbeats and checks", || {
+        assert_eq!(machine.group.ended_because(), None);
+        let now = machine.guest_counters().expect("the built-in program");
+        now.heartbeats > before.heartbeats + 10 && now.verified_pages > before.verified_pages + 50
+    });
+    let now = machine.guest_counters().expect("the built-in program");
+    assert_eq!((now.wrong_pages, now.first_wrong), (0, None));
+    assert_eq!(now.tsc_backwards, 0);
+}
+
+/// Builds a destination for `source`'s guest.
+fn destination(factory: &dyn DestinationFactory, source: &Machine) -> Arc<dyn DestinationVmm> {
+    let layout = source.guest_ram().layout();
+    factory.build(&source.machine_description(), &layout).expect("a destination")
+}

@@ -1,0 +1,157 @@
+use super::*;
+use crate::{Factory, FactoryConfig, GuestStatus};
+use martlet_engine::RunState;
+
+/// Moves the guest of `source` to a new machine of this process.
+fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
+    let factory = Factory::new(config).unwrap();
+    let destination = destination(&factory, source);
+    let rehearsal = source.rehearse().unwrap();
+    destination.load_state(&rehearsal.state).unwrap();
+    destination.arm(Duration::from_millis(100));
+    source.begin_pause();
+    let paused = source.wait_paused().unwrap();
+    let state = source.take_state().unwrap();
+    let target_ram = destination.ram();
+    copy_ram(source, &target_ram);
+    destination.load_state(&state).unwrap();
+    assert!(factory.machine().is_none());
+    assert_eq!(destination.first_heartbeat(), None);
+    destination.start(paused.permit, paused.was);
+    source.moved_away();
+    factory.machine().expect("it arrived")
+}
+
+fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
+    let memory = crate::memory::GuestMemory::new(Arc::clone(target));
+    let mut page = [0; PAGE_SIZE as usize];
+    for region in source.guest_ram().regions() {
+        for number in 0..region.pages() {
+            let gpa = Gpa((region.range().start().0 + number) * PAGE_SIZE);
+            assert!(source.memory.read(gpa, &mut page));
+            if page.iter().any(|byte| *byte != 0) {
+                assert!(memory.write(gpa, &page));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_guest_moves_on_and_on() {
+    if !has_kvm() {
+        return;
+    }
+    for vcpus in [1, 3] {
+        let mut machine = running(&program("fill=8M,ws=2M,rate=4/ms,tick=100us", 32, vcpus));
+        wait_ready(&machine);
+        for _ in 0..8 {
+            let before = heartbeats(&machine);
+            let next = move_guest(&machine, FactoryConfig::default());
+            assert_eq!(machine.status(), GuestStatus::Gone);
+            machine = next;
+            assert_sound(&machine);
+            assert!(heartbeats(&machine) > before);
+            assert_eq!(machine.status(), GuestStatus::Running);
+        }
+    }
+}
+
+#[test]
+fn a_paused_guest_arrives_paused() {
+    if !has_kvm() {
+        return;
+    }
+    let source = running(&program("fill=8M,ws=2M,rate=4/ms,tick=100us", 32, 2));
+    wait_ready(&source);
+    source.pause_by_owner().unwrap();
+    let machine = move_guest(&source, FactoryConfig::default());
+    assert_eq!(machine.status(), GuestStatus::Paused);
+    assert_eq!(machine.first_heartbeat(), None);
+    let stopped_at = heartbeats(&machine);
+    std::thread::sleep(Duration::from_millis(3));
+    assert_eq!(heartbeats(&machine), stopped_at);
+    machine.continue_by_owner().unwrap();
+    assert_sound(&machine);
+}
+
+#[test]
+fn memory_around_the_hole_moves_too() {
+    if !has_kvm() {
+        return;
+    }
+    // 3 GiB below the hole and 1 GiB above; fill most of what is not sparse above it.
+    let source = running(&program("fill=3100M,ws=4M,rate=4/ms,tick=200us", 3400, 1));
+    assert_eq!(source.guest_ram().regions().len(), 2);
+    wait_for("memory above the hole to be filled", || {
+        source.guest_counters().unwrap().filled_pages > 786_432
+            || source.guest_counters().unwrap().ready
+    });
+    assert_eq!(source.group.ended_because(), None);
+}
+
+#[test]
+fn a_failed_attempt_leaves_the_source_as_it_was() {
+    if !has_kvm() {
+        return;
+    }
+    let source = running(&program("fill=8M,ws=2M,rate=4/ms,tick=100us", 32, 1));
+    wait_ready(&source);
+    let factory = Factory::new(FactoryConfig::default()).unwrap();
+    for _ in 0..3 {
+        let abandoned = destination(&factory, &source);
+        abandoned.load_state(&source.rehearse().unwrap().state).unwrap();
+        abandoned.arm(Duration::from_secs(1));
+        source.begin_pause();
+        let paused = source.wait_paused().unwrap();
+        drop(abandoned);
+        source.resume(paused.permit, paused.was);
+        assert_sound(&source);
+    }
+    let machine = move_guest(&source, FactoryConfig::default());
+    assert_sound(&machine);
+}
+
+#[test]
+fn the_way_into_the_guest_is_short() {
+    if !has_kvm() {
+        return;
+    }
+    let mut machine = running(&program("fill=16M,ws=4M,rate=1/tick,tick=50us", 64, 1));
+    wait_ready(&machine);
+    let mut gaps = Vec::new();
+    let mut lines = Vec::new();
+    for _ in 0..12 {
+        let factory = Factory::new(FactoryConfig::default()).unwrap();
+        let destination = destination(&factory, &machine);
+        let rehearsal = machine.rehearse().unwrap();
+        destination.load_state(&rehearsal.state).unwrap();
+        copy_ram(&machine, &destination.ram());
+        destination.arm(Duration::from_millis(200));
+        let tracker = machine.track().unwrap();
+        machine.begin_pause();
+        let begin = Instant::now();
+        let paused = machine.wait_paused().unwrap();
+        let out = begin.elapsed();
+        let state = machine.take_state().unwrap();
+        let saved = begin.elapsed();
+        copy_ram(&machine, &destination.ram());
+        let copied = Instant::now();
+        let entered = destination.load_state(&state).unwrap();
+        let loaded = copied.elapsed();
+        let started_at = crate::clock::now();
+        assert_eq!(paused.was, RunState::Running);
+        destination.start(paused.permit, paused.was);
+        wait_for("a heartbeat", || destination.first_heartbeat().is_some());
+        let gap = destination.first_heartbeat().unwrap().since(started_at);
+        gaps.push(gap);
+        lines.push(format!(
+            "out {out:?} saved {saved:?} loaded {loaded:?} (entered {entered:?}) first beat {gap:?}"
+        ));
+        drop(tracker);
+        machine.moved_away();
+        machine = factory.machine().unwrap();
+    }
+    gaps.sort();
+    eprintln!("{}\nfirst heartbeat after start, median {:?}", lines.join("\n"), gaps[6]);
+    assert!(gaps[6] < Duration::from_millis(20));
+}
