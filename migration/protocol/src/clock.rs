@@ -9,6 +9,9 @@ use std::collections::VecDeque;
 /// Answered pings that are remembered. The shortest round trip among them counts: the others
 /// waited in some queue.
 const SAMPLES_MAX: usize = 8;
+/// Pings that may be unanswered: on a way that takes longer than their interval several are under
+/// way at once, up to the silence that ends the attempt.
+const UNANSWERED_MAX: usize = 32;
 
 /// What pings told about the destination's clock and the way there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,15 +36,16 @@ impl ClockEstimate {
 #[derive(Debug)]
 pub(crate) struct Pinger {
     next_ping: Instant,
-    asked: Option<Instant>,
+    /// When the unanswered pings were sent, the oldest first.
+    asked: VecDeque<Instant>,
     silence: Silence,
     samples: VecDeque<ClockEstimate>,
 }
 
 impl Pinger {
     pub(crate) fn new(now: Instant) -> Pinger {
-        let samples = VecDeque::with_capacity(SAMPLES_MAX);
-        Pinger { next_ping: now, asked: None, silence: Silence::new(now), samples }
+        let (asked, samples) = (VecDeque::new(), VecDeque::with_capacity(SAMPLES_MAX));
+        Pinger { next_ping: now, asked, silence: Silence::new(now), samples }
     }
 
     pub(crate) fn next_ping(&self) -> Instant {
@@ -58,16 +62,20 @@ impl Pinger {
 
     pub(crate) fn ping(&mut self, now: Instant) -> Ping {
         self.next_ping = now.after(PING_INTERVAL);
-        self.asked = Some(now);
+        if self.asked.len() == UNANSWERED_MAX {
+            self.asked.pop_front();
+        }
+        self.asked.push_back(now);
         Ping { sent_ns: now.0 }
     }
 
-    /// An answer to anything but the latest ping measures nothing, and is no fault either.
+    /// An answer to nothing that was asked measures nothing, and is no fault either.
     pub(crate) fn on_pong(&mut self, now: Instant, pong: Pong) {
-        if self.asked != Some(Instant(pong.sent_ns)) {
+        let Some(place) = self.asked.iter().position(|sent| sent.0 == pong.sent_ns) else {
             return;
-        }
-        self.asked = None;
+        };
+        // Answers come in order: older pings will not be answered any more.
+        self.asked.drain(..=place);
         let round_trip = now.since(Instant(pong.sent_ns));
         let half = round_trip / 2;
         let midpoint = Instant(pong.sent_ns).after(half);
@@ -123,6 +131,21 @@ mod tests {
         assert_eq!(estimate.round_trip, Duration::from_nanos(20));
         assert_eq!((estimate.offset_ns, estimate.error), (-1_000, Duration::from_nanos(10)));
         assert_eq!(estimate.to_source_clock(500), Instant(1_500));
+    }
+
+    /// Found by the simulated world: a way longer than the interval of pings was never measured.
+    #[test]
+    fn several_pings_may_be_under_way() {
+        let mut pinger = Pinger::new(Instant(0));
+        for sent in [1_000, 2_000, 3_000] {
+            pinger.ping(Instant(sent));
+        }
+        pinger.on_pong(Instant(9_000), Pong { sent_ns: 2_000, answered_ns: 5_500 });
+        assert_eq!(pinger.estimate().map(|e| e.round_trip), Some(Duration::from_nanos(7_000)));
+        pinger.on_pong(Instant(9_001), Pong { sent_ns: 1_000, answered_ns: 5_500 });
+        assert_eq!(pinger.samples.len(), 1);
+        pinger.on_pong(Instant(9_002), Pong { sent_ns: 3_000, answered_ns: 5_500 });
+        assert_eq!(pinger.samples.len(), 2);
     }
 
     #[test]

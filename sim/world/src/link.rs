@@ -40,6 +40,14 @@ pub enum Cut {
         /// Which of the two.
         delivered: bool,
     },
+    /// The peer of `slow` is told at once; what is under way to `slow`, and the end, arrives only
+    /// later.
+    ResetLate {
+        /// The side that learns of it late.
+        slow: Side,
+        /// How much later.
+        by: Duration,
+    },
     /// Nothing goes towards this side any more, and nobody is told.
     SilentTowards(Side),
     /// Nothing goes any way any more, and nobody is told.
@@ -55,6 +63,8 @@ pub(crate) struct Pipe {
     silent: bool,
     /// Nothing can be sent any more.
     closed: bool,
+    /// Nothing comes out before this.
+    held_until: Instant,
 }
 
 /// A connection.
@@ -68,7 +78,7 @@ pub(crate) struct Link {
 impl Link {
     /// A connection that was just made.
     pub(crate) fn new(now: Instant, latency: Duration) -> Link {
-        let pipe = || Pipe { last: now, silent: false, closed: false };
+        let pipe = || Pipe { last: now, silent: false, closed: false, held_until: now };
         Link { to_source: pipe(), to_destination: pipe(), latency }
     }
 
@@ -98,10 +108,16 @@ impl Link {
         !self.pipe(to).silent
     }
 
-    /// Delays all that goes towards `to` and has not been sent yet.
-    pub(crate) fn stall(&mut self, now: Instant, to: Side, time: Duration) {
+    /// Holds back all that is under way to `to`, and all that is sent meanwhile.
+    pub(crate) fn hold(&mut self, to: Side, until: Instant) {
         let pipe = self.pipe(to);
-        pipe.last = pipe.last.max(now).after(time);
+        pipe.held_until = pipe.held_until.max(until);
+    }
+
+    /// When what arrives at `to` now is to arrive instead, if it is held back.
+    pub(crate) fn held(&mut self, now: Instant, to: Side) -> Option<Instant> {
+        let until = self.pipe(to).held_until;
+        (until > now).then_some(until)
     }
 
     /// One end closes the connection. Says when `to` notices: after all that was sent to it.

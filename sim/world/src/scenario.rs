@@ -128,10 +128,14 @@ fn random_link(rng: &mut Rng, channels: u16) -> LinkId {
 fn random_fault(rng: &mut Rng, channels: u16) -> Fault {
     match rng.below(10) {
         0..=2 => {
-            let cut = match rng.below(4) {
+            let cut = match rng.below(5) {
                 0 => Cut::Reset { delivered: true },
                 1 => Cut::Reset { delivered: false },
                 2 => Cut::SilentTowards(random_side(rng)),
+                3 => {
+                    let by = Duration::from_micros(1 << rng.between(8, 24));
+                    Cut::ResetLate { slow: random_side(rng), by }
+                }
                 _ => Cut::SilentBothWays,
             };
             Fault::Cut(random_link(rng, channels), cut)
@@ -156,6 +160,8 @@ pub fn all_faults(channels: u16) -> Vec<Fault> {
         Cut::SilentTowards(Side::Source),
         Cut::SilentTowards(Side::Destination),
         Cut::SilentBothWays,
+        Cut::ResetLate { slow: Side::Source, by: Duration::from_secs(4) },
+        Cut::ResetLate { slow: Side::Destination, by: Duration::from_secs(4) },
     ];
     let links = core::iter::once(LinkId::Control).chain((0..channels).map(LinkId::Data));
     let mut faults = Vec::new();

@@ -272,6 +272,12 @@ impl World {
     }
 
     fn arrive(&mut self, link: LinkId, to: Side, payload: Payload) -> Result<(), Violation> {
+        let now = self.queue.now();
+        if let Some(later) = self.link(link).and_then(|link| link.held(now, to)) {
+            let attempt = self.attempt;
+            self.queue.put_at(later, Event::Arrive { attempt, link, to, payload });
+            return Ok(());
+        }
         let told = matches!(payload, Payload::Lost);
         if !told && self.link(link).is_none_or(|link| !link.delivers(to)) {
             return Ok(());
@@ -364,7 +370,7 @@ impl World {
             }
             Fault::Stall(id, side, time) => {
                 if let Some(link) = self.link(id) {
-                    link.stall(now, side, time);
+                    link.hold(side, now.after(time));
                 }
                 Ok(())
             }
@@ -397,6 +403,15 @@ impl World {
                     if let (false, Some(link)) = (delivered, self.link(id)) {
                         link.silence(side);
                     }
+                }
+            }
+            Cut::ResetLate { slow, by } => {
+                for side in sides {
+                    self.close(id, side);
+                }
+                let until = self.queue.now().after(by);
+                if let Some(link) = self.link(id) {
+                    link.hold(slow, until);
                 }
             }
             Cut::SilentTowards(side) => {

@@ -113,17 +113,19 @@ impl Source {
         self.peer.as_ref()
     }
 
-    /// How long the destination took for the latest rehearsal.
+    /// How long the destination took for the latest rehearsal. Known from the first
+    /// [`SourceAction::Decide`] on.
     pub fn rehearsed(&self) -> Option<Rehearsed> {
         self.rehearsed
     }
 
-    /// A round trip on the control connection, once one was measured.
+    /// A round trip on the control connection: the shortest of the last few. Known from the first
+    /// [`SourceAction::Decide`] on.
     pub fn round_trip(&self) -> Option<Duration> {
         self.pinger.estimate().map(|estimate| estimate.round_trip)
     }
 
-    /// How the destination's clock differs, once that was measured.
+    /// How the destination's clock differs. Known from the first [`SourceAction::Decide`] on.
     pub fn clock(&self) -> Option<ClockEstimate> {
         self.pinger.estimate()
     }
