@@ -14,7 +14,7 @@ use martlet_machine::{
     MachineError, MachineInfo, SerialOut, Tracking, kvm_is_usable,
 };
 use martlet_transport::Address;
-use martlet_units::BytesPerSec;
+use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub(crate) fn run_config(args: &RunArgs) -> Result<MachineConfig, Failure> {
             initrd: args.initrd.clone(),
             cmdline: args.cmdline.clone().unwrap_or_default(),
         }),
-        None => Boot::Program(program(args.program.as_deref())?),
+        None => Boot::Program(program(args.program.as_deref(), args.memory)?),
     };
     let config = MachineConfig {
         memory: args.memory,
@@ -46,10 +46,15 @@ pub(crate) fn run_config(args: &RunArgs) -> Result<MachineConfig, Failure> {
     Ok(config)
 }
 
-/// The built-in guest's load as it is written on the command line.
-pub(crate) fn program(text: Option<&str>) -> Result<ProgramParams, Failure> {
-    let Some(text) = text else { return Ok(ProgramParams::default()) };
-    text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")))
+/// The built-in guest's load as it is written on the command line; else half of the memory is
+/// filled, and of that what the default says is rewritten.
+pub(crate) fn program(text: Option<&str>, memory: ByteCount) -> Result<ProgramParams, Failure> {
+    if let Some(text) = text {
+        return text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")));
+    }
+    let default = ProgramParams::default();
+    let fill = ByteCount((memory.0 / 2).next_multiple_of(PAGE_SIZE));
+    Ok(ProgramParams { fill, working_set: default.working_set.min(fill), ..default })
 }
 
 /// KVM if it can be used; otherwise threads, and a line that says so.

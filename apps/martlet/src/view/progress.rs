@@ -77,8 +77,8 @@ impl MigrationProgress {
                 if due && !snapshot.is_final() {
                     self.round = round;
                     self.last_line = Some(Instant::now());
-                    let at = millis(crate::report_json::round_to(snapshot.total_time as f64, 1.0));
-                    let _ = writeln!(std::io::stderr(), "{at:>8}  {}", line(snapshot));
+                    let at = snapshot.total_time;
+                    let _ = writeln!(std::io::stderr(), "{at:>7} ms  {}", line(snapshot));
                 }
             }
         }

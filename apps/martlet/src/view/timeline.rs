@@ -6,11 +6,14 @@ use crate::report_json::{PhasesJson, ReportJson, SideJson, SpanJson};
 use std::fmt::Write as _;
 
 /// Columns of the bars. With the names and times beside them a line stays below 100 columns.
-const BAR_COLUMNS: usize = 52;
+const BAR_COLUMNS: usize = 48;
 /// Longest name that is shown whole, in columns.
-const NAME_COLUMNS_MAX: usize = 20;
+const NAME_COLUMNS_MAX: usize = 24;
 /// What came before the stop is shown as far back as this share of what came after it.
 const BEFORE_SHARE: f64 = 0.25;
+/// What comes after the guest ran again is shown until the axis is this many times as long as it
+/// was stopped: a guest that beats seldom beats late.
+const AFTER_FACTOR: f64 = 2.0;
 /// Most rows: a report comes from another process.
 const ROWS_MAX: usize = 64;
 /// Marks on the axis, at most.
@@ -55,13 +58,14 @@ impl Timeline {
         rows.sort_by(|a, b| {
             (a.start, a.end).partial_cmp(&(b.start, b.end)).unwrap_or(std::cmp::Ordering::Equal)
         });
-        let to = rows.iter().map(|row| row.end).fold(resumed, f64::max);
+        let last = rows.iter().map(|row| row.end).fold(resumed, f64::max);
+        let to = if resumed > 0.0 { last.min(resumed * AFTER_FACTOR) } else { last };
         if rows.is_empty() || to <= 0.0 {
             return None;
         }
         // What lies far before the stop would press everything else together.
         let farthest = -to * BEFORE_SHARE;
-        rows.retain(|row| row.end > farthest);
+        rows.retain(|row| row.end > farthest && row.start <= to);
         let from = rows.iter().map(|row| row.start).fold(0.0, f64::min).max(farthest);
         Some(Timeline { rows, from, to, resumed })
     }

@@ -39,7 +39,7 @@ const LINES_MAX: u32 = 20;
 /// `martlet demo`. `log` is the filter for the processes that it starts.
 pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
     let interrupts = interrupts()?;
-    let program = program(args)?;
+    let program = vm::program(args.program.as_deref(), args.memory)?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
     let style = Style::of_stdout();
     let kind = Kind::suiting(args.output.json);
@@ -47,17 +47,6 @@ pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
     let chain = demo.run()?;
     demo.show(&chain)?;
     if chain.is_well() { Ok(()) } else { Err(Failure::Reported) }
-}
-
-/// The load that was asked for, or one that suits the memory.
-fn program(args: &DemoArgs) -> Result<ProgramParams, Failure> {
-    if args.program.is_some() {
-        return vm::program(args.program.as_deref());
-    }
-    let default = ProgramParams::default();
-    let half = ByteCount((args.memory.0 / 2).next_multiple_of(PAGE_SIZE));
-    let working_set = default.working_set.min(half);
-    Ok(ProgramParams { fill: half, working_set, ..default })
 }
 
 struct Demo<'a> {
@@ -80,11 +69,11 @@ impl Demo<'_> {
         self.say_header(&machine.accel)?;
         let filled = self.wait_filled(&mut here)?;
         self.say(format_args!(
-            "  load         {} filled in {}, {} of it rewritten at {} pages\n",
+            "  load         {} filled in {}; in {} of it {} are rewritten\n",
             size(self.program.fill),
             millis(filled.as_secs_f64() * 1e3),
             size(self.program.working_set),
-            self.program.rate,
+            self.program.rate.to_string().replacen('/', " pages/", 1),
         ))?;
         let mut chain = Chain::new(machine);
         let steps = (self.args.runs > 1).then(|| Steps::new(self.kind, self.args.runs.into()));
@@ -99,6 +88,7 @@ impl Demo<'_> {
             }
             chain.push(report);
             if completed {
+                self.wait_arrived(&mut there)?;
                 let pages = PAGES_BETWEEN_MOVES.min(self.program.fill.0 / PAGE_SIZE);
                 let guest = self.wait_checked(&mut there, pages, ALIVE_MAX)?;
                 chain.saw(&guest);
@@ -181,6 +171,15 @@ impl Demo<'_> {
             steps.say(format!("the guest fills its memory: {percent} %"));
             self.pause(deadline, "the guest does not get its memory filled")?;
         }
+    }
+
+    /// The source may know of the arrival before those do who answer at the destination.
+    fn wait_arrived(&self, process: &mut Process) -> Result<(), Failure> {
+        let deadline = Instant::now() + ALIVE_MAX;
+        while !process.has_guest()? {
+            self.pause(deadline, "the guest has moved, but did not arrive")?;
+        }
+        Ok(())
     }
 
     /// Waits until the guest has checked `pages` more pages than it has now.
@@ -271,12 +270,12 @@ impl Demo<'_> {
             return out(format_args!("{json}\n"));
         }
         let mut text = String::from("\n");
-        if self.args.runs > 1 {
+        if self.args.runs > 1 && total.completed_runs > 0 {
             let _ = writeln!(
                 text,
                 "{} of {}; medians, and the timeline of the median run:\n",
                 plural(total.completed_runs.into(), "move"),
-                total.runs,
+                self.args.runs,
             );
         }
         let check = total.report.guest.as_ref().map(|guest| self.check_line(chain, guest));
@@ -294,11 +293,14 @@ impl Demo<'_> {
     fn check_line(&self, chain: &Chain, guest: &GuestJson) -> String {
         let wrong = summary::wrong_pages(guest.wrong_pages, self.style);
         let beats = grouped(guest.heartbeats);
-        let all = if chain.is_well() { ", all of its memory once more after the move" } else { "" };
-        format!(
-            "{} checked by itself{all}: {wrong}; {beats} heartbeats",
-            plural(guest.verified_pages, "page")
-        )
+        let checked = plural(guest.verified_pages, "check");
+        if chain.is_well() {
+            format!(
+                "checked all that it filled once more after the move: {wrong}; {checked} of pages, {beats} heartbeats"
+            )
+        } else {
+            format!("{checked} of pages: {wrong}; {beats} heartbeats")
+        }
     }
 }
 

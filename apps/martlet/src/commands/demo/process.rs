@@ -155,6 +155,13 @@ impl Process {
         &mut self.client
     }
 
+    /// Whether a guest is in it.
+    pub(super) fn has_guest(&mut self) -> Result<bool, Failure> {
+        let value = self.client.ask("query-status");
+        let value = value.map_err(|e| self.explain(e.into()))?;
+        Ok(value["status"] != "inmigrate")
+    }
+
     /// What the guest says of itself.
     pub(super) fn guest(&mut self) -> Result<GuestView, Failure> {
         let value = self.client.ask("x-query-guest");

@@ -131,6 +131,9 @@ impl Chain {
 
     fn medians(&self) -> ReportJson {
         let failed = self.runs.iter().find(|r| r.outcome != OutcomeJson::Completed);
+        if let (Some(failed), None) = (failed, self.completed().next()) {
+            return failed.clone();
+        }
         let middle = self.middle_run();
         let time = |value: fn(&ReportJson) -> f64| self.median(|r| Some(value(r))).unwrap_or(0.0);
         let guest = self.guest.map(|guest| GuestJson {
@@ -314,6 +317,8 @@ mod tests {
         assert!(!chain.is_well());
         assert_eq!(chain.complaint().unwrap(), "run 2 failed");
         assert_eq!(chain.summary().report.outcome, OutcomeJson::Failed);
+        chain.runs.remove(0);
+        assert_eq!(chain.summary().report.total_ms, 412.345, "no medians of nothing");
     }
 
     #[test]
