@@ -1,8 +1,10 @@
 //! Connections: each direction keeps its order, connections overtake each other, any may break.
 
 use crate::rng::Rng;
+use crate::world::Payload;
 use core::time::Duration;
 use martlet_units::Instant;
+use std::collections::VecDeque;
 
 /// Which side of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,6 +67,8 @@ pub(crate) struct Pipe {
     closed: bool,
     /// Nothing comes out before this.
     held_until: Instant,
+    /// What is held back, in its order.
+    held: VecDeque<Payload>,
 }
 
 /// A connection.
@@ -78,7 +82,13 @@ pub(crate) struct Link {
 impl Link {
     /// A connection that was just made.
     pub(crate) fn new(now: Instant, latency: Duration) -> Link {
-        let pipe = || Pipe { last: now, silent: false, closed: false, held_until: now };
+        let pipe = || Pipe {
+            last: now,
+            silent: false,
+            closed: false,
+            held_until: now,
+            held: VecDeque::new(),
+        };
         Link { to_source: pipe(), to_destination: pipe(), latency }
     }
 
@@ -108,16 +118,28 @@ impl Link {
         !self.pipe(to).silent
     }
 
-    /// Holds back all that is under way to `to`, and all that is sent meanwhile.
-    pub(crate) fn hold(&mut self, to: Side, until: Instant) {
+    /// Holds back all that is under way to `to`, and all that is sent meanwhile. Says when to
+    /// [`Link::release`] it.
+    pub(crate) fn hold(&mut self, now: Instant, to: Side, time: Duration) -> Instant {
         let pipe = self.pipe(to);
-        pipe.held_until = pipe.held_until.max(until);
+        pipe.held_until = pipe.held_until.max(now.after(time));
+        pipe.held_until
     }
 
-    /// When what arrives at `to` now is to arrive instead, if it is held back.
-    pub(crate) fn held(&mut self, now: Instant, to: Side) -> Option<Instant> {
-        let until = self.pipe(to).held_until;
-        (until > now).then_some(until)
+    /// Something has come to the end of its way to `to`: gives it back, or keeps it.
+    pub(crate) fn arrive(&mut self, now: Instant, to: Side, payload: Payload) -> Option<Payload> {
+        let pipe = self.pipe(to);
+        if pipe.held_until > now || !pipe.held.is_empty() {
+            pipe.held.push_back(payload);
+            return None;
+        }
+        Some(payload)
+    }
+
+    /// What was held back and may go on now, the oldest first.
+    pub(crate) fn release(&mut self, now: Instant, to: Side) -> Option<Payload> {
+        let pipe = self.pipe(to);
+        if pipe.held_until > now { None } else { pipe.held.pop_front() }
     }
 
     /// One end closes the connection. Says when `to` notices: after all that was sent to it.

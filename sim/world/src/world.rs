@@ -61,6 +61,12 @@ pub(crate) enum Event {
     },
     SourceTimer,
     DestinationTimer,
+    /// What a connection held back may go on.
+    Release {
+        attempt: u32,
+        link: LinkId,
+        to: Side,
+    },
     /// The source asks about its undecided attempt.
     Ask {
         attempt: u32,
@@ -255,6 +261,7 @@ impl World {
             Event::Destination { attempt, work } if attempt == current => {
                 self.on_destination_work(work)?;
             }
+            Event::Release { attempt, link, to } if attempt == current => self.release(link, to)?,
             Event::Ask { attempt } if attempt == current => self.ask()?,
             Event::Answered { attempt, answer } if attempt == current => {
                 self.tell_source(SourceEvent::Fate(answer))?;
@@ -265,26 +272,45 @@ impl World {
             | Event::Arrive { .. }
             | Event::Source { .. }
             | Event::Destination { .. }
+            | Event::Release { .. }
             | Event::Ask { .. }
             | Event::Answered { .. } => {}
         }
         self.checker.after_step(&self.source, &self.destination)
     }
 
-    fn arrive(&mut self, link: LinkId, to: Side, payload: Payload) -> Result<(), Violation> {
-        let now = self.queue.now();
-        if let Some(later) = self.link(link).and_then(|link| link.held(now, to)) {
-            let attempt = self.attempt;
-            self.queue.put_at(later, Event::Arrive { attempt, link, to, payload });
-            return Ok(());
+    fn hold(&mut self, id: LinkId, to: Side, time: Duration) {
+        let (now, attempt) = (self.queue.now(), self.attempt);
+        if let Some(at) = self.link(id).map(|link| link.hold(now, to, time)) {
+            self.queue.put_at(at, Event::Release { attempt, link: id, to });
         }
+    }
+
+    /// Something comes to the end of its way.
+    fn arrive(&mut self, id: LinkId, to: Side, payload: Payload) -> Result<(), Violation> {
+        let now = self.queue.now();
+        match self.link(id).and_then(|link| link.arrive(now, to, payload)) {
+            Some(payload) => self.deliver(id, to, payload),
+            None => Ok(()),
+        }
+    }
+
+    fn release(&mut self, id: LinkId, to: Side) -> Result<(), Violation> {
+        let now = self.queue.now();
+        while let Some(payload) = self.link(id).and_then(|link| link.release(now, to)) {
+            self.deliver(id, to, payload)?;
+        }
+        Ok(())
+    }
+
+    fn deliver(&mut self, id: LinkId, to: Side, payload: Payload) -> Result<(), Violation> {
         let told = matches!(payload, Payload::Lost);
-        if !told && self.link(link).is_none_or(|link| !link.delivers(to)) {
+        if !told && self.link(id).is_none_or(|link| !link.delivers(to)) {
             return Ok(());
         }
         match to {
-            Side::Source if self.source.alive => self.source_receives(link, payload),
-            Side::Destination if self.destination.alive => self.destination_receives(link, payload),
+            Side::Source if self.source.alive => self.source_receives(id, payload),
+            Side::Destination if self.destination.alive => self.destination_receives(id, payload),
             Side::Source | Side::Destination => Ok(()),
         }
     }
@@ -361,7 +387,6 @@ impl World {
     }
 
     fn inflict(&mut self, fault: Fault) -> Result<(), Violation> {
-        let now = self.queue.now();
         let reason = "the owner wants it so".to_owned();
         match fault {
             Fault::Cut(id, cut) => {
@@ -369,9 +394,7 @@ impl World {
                 Ok(())
             }
             Fault::Stall(id, side, time) => {
-                if let Some(link) = self.link(id) {
-                    link.hold(side, now.after(time));
-                }
+                self.hold(id, side, time);
                 Ok(())
             }
             Fault::Crash { side, delivered } => {
@@ -409,10 +432,7 @@ impl World {
                 for side in sides {
                     self.close(id, side);
                 }
-                let until = self.queue.now().after(by);
-                if let Some(link) = self.link(id) {
-                    link.hold(slow, until);
-                }
+                self.hold(id, slow, by);
             }
             Cut::SilentTowards(side) => {
                 if let Some(link) = self.link(id) {

@@ -341,3 +341,45 @@ fn a_channel_lost_before_the_last_round_ends_the_attempt_when_that_is_announced(
     destination.on_event(T0, DestinationEvent::Received(Control::SwitchoverSoon(soon)));
     assert_eq!(destination.phase(), DestinationPhase::Abandoned);
 }
+
+#[test]
+fn a_commit_that_contradicts_what_came_before_is_refused() {
+    let armed = |load, check| State::Armed { last_round: LAST, load, check };
+    let other = MigrationId([8; 16]);
+    for (state, commit) in [
+        (armed(Load::Loaded, Check::NotAsked), Commit { migration: other, ..commit() }),
+        (armed(Load::Loaded, Check::NotAsked), Commit { last_round: LAST - 1, ..commit() }),
+        (armed(Load::Loaded, Check::NotAsked), Commit { last_round: LAST + 1, ..commit() }),
+        (armed(Load::Missing, Check::NotAsked), commit()),
+        (armed(Load::Loaded, Check::Computing), commit()),
+    ] {
+        let told = format!("{state:?} {commit:?}");
+        let mut destination = machine(LAST + 1, state);
+        destination.on_event(T0, DestinationEvent::Received(Control::Commit(commit)));
+        let refused = DestinationAction::Send(Control::CommitRefused(Abandon::because("")));
+        let first = &actions(&mut destination)[0];
+        assert_eq!(
+            core::mem::discriminant(first),
+            core::mem::discriminant(&refused),
+            "{told} led to {first:?}"
+        );
+        assert_eq!(destination.fate(ID), Fate::Abandoned, "{told}");
+    }
+}
+
+#[test]
+fn a_silent_source_is_noticed_until_its_commit_and_not_after() {
+    let armed = State::Armed { last_round: LAST, load: Load::Missing, check: Check::NotAsked };
+    let receiving = State::Receiving { rehearsing: false, lost: None };
+    for state in [State::Accepting, receiving, armed] {
+        let mut destination = machine(LAST, state);
+        destination.deadline = None;
+        let at = destination.poll_timeout().unwrap();
+        assert_eq!(at, T0.after(limits::SILENCE_MAX));
+        destination.on_timeout(at);
+        assert_eq!(destination.phase(), DestinationPhase::Abandoned);
+    }
+    let mut destination = machine(LAST, committing(Load::Loaded));
+    destination.on_timeout(T0.after(limits::SILENCE_MAX));
+    assert_eq!(destination.phase(), DestinationPhase::Committing);
+}
