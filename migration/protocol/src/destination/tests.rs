@@ -380,6 +380,7 @@ fn a_silent_source_is_noticed_until_its_commit_and_not_after() {
         assert_eq!(destination.phase(), DestinationPhase::Abandoned);
     }
     let mut destination = machine(LAST, committing(Load::Loaded));
+    destination.deadline = None;
     destination.on_timeout(T0.after(limits::SILENCE_MAX));
     assert_eq!(destination.phase(), DestinationPhase::Committing);
 }
