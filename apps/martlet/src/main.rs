@@ -100,7 +100,7 @@ fn init_log(filter: Option<&str>) -> Result<(), Failure> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
-        .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
+        .with_ansi(false)
         .init();
     Ok(())
 }

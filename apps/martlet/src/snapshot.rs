@@ -1,7 +1,7 @@
 //! What `query-migrate` says, as a client reads it.
 
 use crate::report_json::ReportJson;
-use martlet_units::{ByteCount, BytesPerSec};
+use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -37,6 +37,12 @@ pub(crate) struct RamSnapshot {
     pub(crate) remaining: u64,
     /// Bytes of the guest.
     pub(crate) total: u64,
+    /// Pages sent with their content.
+    pub(crate) normal: u64,
+    /// Pages found to be zero.
+    pub(crate) duplicate: u64,
+    /// Pages never touched by the guest.
+    pub(crate) x_untouched: u64,
     /// Mbit/s.
     pub(crate) mbps: f64,
     /// Pages dirtied a second.
@@ -49,6 +55,17 @@ impl Snapshot {
     /// Whether nothing more will happen by itself.
     pub(crate) fn is_final(&self) -> bool {
         matches!(self.status.as_str(), "completed" | "failed" | "cancelled" | "x-undecided")
+    }
+
+    /// How many of `ram.total` bytes are done with. In the first round that is what was looked
+    /// at; later, what is not dirty.
+    pub(crate) fn done(&self) -> u64 {
+        let ram = &self.ram;
+        if ram.dirty_sync_count > 1 {
+            return ram.total.saturating_sub(ram.remaining);
+        }
+        let pages = ram.normal.saturating_add(ram.duplicate).saturating_add(ram.x_untouched);
+        pages.saturating_mul(PAGE_SIZE).min(ram.total)
     }
 
     /// The sending rate.

@@ -4,7 +4,9 @@
 use super::number::{bit_rate, grouped, millis, size};
 use crate::snapshot::Snapshot;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use std::io::{IsTerminal, Write};
+use martlet_units::ByteCount;
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
 /// How often a bar is drawn, a second.
@@ -50,7 +52,7 @@ pub(crate) struct MigrationProgress {
 impl MigrationProgress {
     /// Nothing is shown before the first update.
     pub(crate) fn new(kind: Kind) -> MigrationProgress {
-        let template = "  {bar:24.cyan/dim} {percent:>3}%  {msg}";
+        let template = "  {bar:24.cyan/dim} {percent:>3}%  {wide_msg}";
         let bar = bar(kind, 0, template);
         MigrationProgress { kind, bar, round: 0, last_line: None }
     }
@@ -62,8 +64,7 @@ impl MigrationProgress {
             Kind::Bar => {
                 if snapshot.ram.total > 0 {
                     self.bar.set_length(snapshot.ram.total);
-                    let done = snapshot.ram.total.saturating_sub(snapshot.ram.remaining);
-                    self.bar.set_position(done);
+                    self.bar.set_position(snapshot.done());
                 }
                 self.bar.set_message(line(snapshot));
             }
@@ -95,19 +96,20 @@ fn line(snapshot: &Snapshot) -> String {
     if snapshot.status == "setup" {
         return "connecting, building the destination".to_owned();
     }
-    let mut line = format!(
-        "{} sent, {}, round {}, {} dirty, {} pages/s dirtied",
-        size(snapshot.sent()),
-        bit_rate(snapshot.rate()),
-        snapshot.ram.dirty_sync_count,
-        size(martlet_units::ByteCount(snapshot.ram.remaining)),
-        grouped(snapshot.ram.dirty_pages_rate),
-    );
+    let round = snapshot.ram.dirty_sync_count;
+    let (sent, rate) = (size(snapshot.sent()), bit_rate(snapshot.rate()));
+    let mut line = format!("{sent} sent, {rate}, round {round}");
+    // What the guest dirties is known from the second round on.
+    if round > 1 {
+        let dirty = size(ByteCount(snapshot.ram.remaining));
+        let per_s = grouped(snapshot.ram.dirty_pages_rate);
+        let _ = write!(line, ", {dirty} dirty, {per_s} pages/s dirtied");
+    }
     if let Some(predicted) = snapshot.x_expected_downtime_ms {
-        line.push_str(&format!(", blackout {} predicted", millis(predicted)));
+        let _ = write!(line, ", blackout {} predicted", millis(predicted));
     }
     if snapshot.cpu_throttle_percentage > 0 {
-        line.push_str(&format!(", guest slowed by {} %", snapshot.cpu_throttle_percentage));
+        let _ = write!(line, ", guest slowed by {} %", snapshot.cpu_throttle_percentage);
     }
     line
 }
@@ -163,6 +165,21 @@ fn bar(kind: Kind, total: u64, template: &str) -> ProgressBar {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_first_round_counts_what_was_looked_at() {
+        let mut snapshot = Snapshot::default();
+        snapshot.ram.total = 10 * 4096;
+        snapshot.ram.dirty_sync_count = 1;
+        assert_eq!(snapshot.done(), 0);
+        snapshot.ram.normal = 2;
+        snapshot.ram.x_untouched = 5;
+        assert_eq!(snapshot.done(), 7 * 4096);
+        snapshot.ram.dirty_sync_count = 2;
+        snapshot.ram.remaining = 4096;
+        assert_eq!(snapshot.done(), 9 * 4096);
+        assert!(!line(&Snapshot::default()).contains("dirtied"));
+    }
 
     #[test]
     fn a_look_fits_a_line() {
