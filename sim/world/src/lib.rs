@@ -2,9 +2,9 @@
 //! its dirty tracking, connections that delay, overtake each other and break, processes that die,
 //! owners that change their minds, and checkers.
 //!
-//! [`run`] plays a [`Scenario`]: a first attempt in which things go wrong, then a time in which
+//! [`run`] plays a [`Scenario`]: one attempt or two in which things go wrong, then a time in which
 //! nothing does and everything has to come to its end. An undecided attempt is settled by asking
-//! the destination; a guest that stayed at the source is moved by a second attempt.
+//! the destination; a guest that stayed at the source is moved by a last attempt, which must do it.
 //!
 //! # What is checked
 //!

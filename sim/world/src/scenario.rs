@@ -25,11 +25,11 @@ pub enum Fault {
     Host(Side),
 }
 
-/// When a fault strikes.
+/// When a fault strikes, counted from the beginning of its attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
     /// Before the first step that is not before this time.
-    Time(Instant),
+    Time(Duration),
     /// Before the step with this number.
     Step(u64),
 }
@@ -67,6 +67,9 @@ pub struct Scenario {
     pub latency: Duration,
     /// What goes wrong in the first attempt.
     pub faults: Vec<(When, Fault)>,
+    /// What goes wrong in the second, if there is one; it is made only if this isn't empty. The
+    /// attempt after that goes well.
+    pub faults_again: Vec<(When, Fault)>,
     /// What is built wrongly.
     pub sabotage: Option<Sabotage>,
 }
@@ -86,32 +89,43 @@ impl Scenario {
             verify: rng.once_in(3),
             latency: Duration::from_nanos(rng.between(5_000, 200_000)),
             faults: Vec::new(),
+            faults_again: Vec::new(),
             sabotage: None,
         }
     }
 
-    /// A run in which one to three things go wrong at random moments.
+    /// A run in which one to three things go wrong at random moments, and in a third of the runs
+    /// some more in a second attempt.
     pub fn random(seed: u64) -> Scenario {
-        let mut scenario = Scenario::clean(seed);
+        let scenario = Scenario::clean(seed);
         let mut rng = Rng::new(seed ^ 0x6661_756c_7473);
-        for _ in 0..rng.between(1, 3) {
-            let fault = random_fault(&mut rng, scenario.channels);
-            // A run has between one and a few hundred steps before its end; late faults hit the
-            // commit and what follows.
-            let when = if rng.coin() {
-                When::Step(rng.below(120))
-            } else {
-                When::Time(START.after(Duration::from_micros(rng.below(6_000))))
-            };
-            scenario.faults.push((when, fault));
-        }
-        scenario
+        let faults = random_faults(&mut rng, scenario.channels);
+        let again = rng.once_in(3);
+        let faults_again =
+            if again { random_faults(&mut rng, scenario.channels) } else { Vec::new() };
+        Scenario { faults, faults_again, ..scenario }
     }
 
     /// The same, but built wrongly.
     pub fn sabotaged(self, sabotage: Sabotage) -> Scenario {
         Scenario { sabotage: Some(sabotage), ..self }
     }
+}
+
+fn random_faults(rng: &mut Rng, channels: u16) -> Vec<(When, Fault)> {
+    let count = rng.between(1, 3);
+    let one = |_| {
+        let fault = random_fault(rng, channels);
+        // An attempt has up to a few hundred steps and a few milliseconds; late faults hit the
+        // commit and what follows.
+        let when = if rng.coin() {
+            When::Step(rng.below(120))
+        } else {
+            When::Time(Duration::from_micros(rng.below(6_000)))
+        };
+        (when, fault)
+    };
+    (0..count).map(one).collect()
 }
 
 fn random_side(rng: &mut Rng) -> Side {

@@ -13,7 +13,6 @@ use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourceP
 use martlet_units::Instant;
 use martlet_wire::control::{Answer, Control, Fate, MigrationId, Setup, WireRange};
 use martlet_wire::frame;
-use std::collections::VecDeque;
 
 /// Steps of the longest run that is still thought to end.
 const STEPS_MAX: u64 = 50_000;
@@ -94,7 +93,9 @@ pub(crate) struct World {
     migration: MigrationId,
     control: Link,
     data: Vec<Link>,
-    faults: VecDeque<(When, Fault)>,
+    /// What will yet go wrong in this attempt, and when that began.
+    faults: Vec<(When, Fault)>,
+    began: (Instant, u64),
     steps: u64,
 }
 
@@ -113,8 +114,8 @@ pub struct Summary {
     pub reached: SourcePhase,
     /// Whether the first attempt was undecided, and settled later.
     pub was_undecided: bool,
-    /// Whether a second attempt was made.
-    pub second: bool,
+    /// How many attempts were made.
+    pub attempts: u32,
     /// Whether the guest was lost with a process that held it.
     pub lost_with_host: bool,
 }
@@ -155,7 +156,8 @@ impl World {
             migration: MigrationId([0; 16]),
             control: link(),
             data: Vec::new(),
-            faults: scenario.faults.iter().copied().collect(),
+            faults: Vec::new(),
+            began: (START, 0),
             steps: 0,
             rng,
             scenario,
@@ -167,19 +169,21 @@ impl World {
         for _ in 0..50 {
             self.source.run_guest(&mut self.rng);
         }
-        ensure(self.try_attempt()?, || "an idle destination refused".to_owned())?;
-        self.run_attempt()?;
+        let faults = core::mem::take(&mut self.scenario.faults);
+        self.attempt_with(faults)?;
         let first_steps = self.steps;
-        self.faults.clear();
         let reached = self.source.phase().unwrap_or(SourcePhase::SettingUp);
         let first = self.source.first_outcome.clone().filter(|_| self.source.alive);
         let was_undecided = matches!(first, Some(SourceOutcome::Undecided { .. }));
-        if self.source.alive && self.source.phase() == Some(SourcePhase::Undecided) {
+        self.settle()?;
+        let again = core::mem::take(&mut self.scenario.faults_again);
+        if self.stayed() && !again.is_empty() {
+            self.prepare_another()?;
+            self.attempt_with(again)?;
             self.settle()?;
         }
-        let stayed = self.source.alive && self.source.machine.permit.is_some();
-        if stayed {
-            self.second_attempt()?;
+        if self.stayed() {
+            self.last_attempt()?;
         }
         self.check_end()?;
         Ok(Summary {
@@ -189,9 +193,24 @@ impl World {
             first,
             reached,
             was_undecided,
-            second: stayed,
+            attempts: self.attempt,
             lost_with_host: self.checker.died,
         })
+    }
+
+    /// Whether the guest is at the source, which lives.
+    fn stayed(&self) -> bool {
+        self.source.alive && self.source.machine.permit.is_some()
+    }
+
+    /// One attempt, from its beginning until both sides are done with it or dead.
+    fn attempt_with(&mut self, faults: Vec<(When, Fault)>) -> Result<(), Violation> {
+        self.began = (self.queue.now(), self.steps);
+        self.faults = faults;
+        ensure(self.try_attempt()?, || "an idle destination refused".to_owned())?;
+        self.run_attempt()?;
+        self.faults.clear();
+        Ok(())
     }
 
     /// Connects the source to the destination. `false` if that does not take it in now.
@@ -369,15 +388,15 @@ impl World {
     /// Lets the faults that are due happen.
     fn strike(&mut self) -> Result<(), Violation> {
         let due = |when: &When| match *when {
-            When::Time(at) => at <= self.queue.now(),
-            When::Step(step) => step <= self.steps,
+            When::Time(time) => self.began.0.after(time) <= self.queue.now(),
+            When::Step(step) => self.began.1 + step <= self.steps,
         };
         let (now, later): (Vec<_>, Vec<_>) =
             self.faults.iter().copied().partition(|(when, _)| due(when));
         if now.is_empty() {
             return Ok(());
         }
-        self.faults = later.into();
+        self.faults = later;
         for (_, fault) in now {
             let at = self.queue.now();
             self.trace.line(at, format_args!("FAULT {fault:?}"));
@@ -491,8 +510,11 @@ impl World {
         Ok(())
     }
 
-    /// Waits until an undecided attempt is settled by asking.
+    /// Waits until an attempt, if it is undecided, is settled by asking.
     fn settle(&mut self) -> Result<(), Violation> {
+        if !self.source.alive {
+            return Ok(());
+        }
         for _ in 0..SETTLE_SECONDS_MAX {
             if self.source.phase() != Some(SourcePhase::Undecided) {
                 return Ok(());
@@ -523,21 +545,26 @@ impl World {
         Ok(())
     }
 
-    /// The guest stayed, so it is moved now: nothing goes wrong any more.
-    fn second_attempt(&mut self) -> Result<(), Violation> {
+    /// The guest stayed and is to be moved once more, to a process that lives.
+    fn prepare_another(&mut self) -> Result<(), Violation> {
         let wanted = self.source.machine.wanted;
         ensure(wanted == self.scenario.running, || format!("the guest's running became {wanted}"))?;
-        // What a host still had to do for the first attempt comes to its end.
+        // What a host still had to do for the attempt before comes to its end.
         let calm = self.queue.now().after(CALM);
         self.pass_until(calm)?;
         if !self.destination.alive {
             self.destination = DestinationHost::new(&mut self.rng);
         }
-        ensure(self.try_attempt()?, || "the second attempt was refused".to_owned())?;
-        self.run_attempt()?;
+        Ok(())
+    }
+
+    /// The guest stayed, so it is moved now: nothing goes wrong any more.
+    fn last_attempt(&mut self) -> Result<(), Violation> {
+        self.prepare_another()?;
+        self.attempt_with(Vec::new())?;
         let outcome = self.source.outcome.clone();
         ensure(matches!(outcome, Some(SourceOutcome::Completed { .. })), || {
-            format!("the second attempt ended with {outcome:?}")
+            format!("the last attempt ended with {outcome:?}")
         })
     }
 
