@@ -1,0 +1,301 @@
+//! Real guests, moved between real processes by the built command. With KVM where there is KVM,
+//! else with threads: the command chooses.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Longer than anything takes on a busy host, shorter than patience.
+const LIMIT: Duration = Duration::from_secs(60);
+/// A guest that leaves the host's cores to the other tests.
+const PROGRAM: &str = "fill=16M,ws=4M,rate=1/ms,tick=1ms,verify=16";
+
+/// A folder of its own for each test; sockets in it have short names.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Folder {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("martlet-e2e-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).expect("a new folder");
+        Folder(path)
+    }
+
+    fn at(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("a plain path").to_owned()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A process that is killed if a test fails before it ends.
+struct Process(Child);
+
+impl Process {
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(status) = self.0.try_wait().expect("a child") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "a process does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.0.id().to_string();
+        let status = Command::new("kill").args([name, &pid]).status().expect("kill starts");
+        assert!(status.success());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_martlet"));
+    command.args(arguments).env_remove("RUST_LOG").stdin(Stdio::null());
+    command
+}
+
+fn martlet(arguments: &[&str]) -> Output {
+    command(arguments).output().expect("the command starts")
+}
+
+fn stdout(output: &Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}: {stderr}", output.status);
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_str(&stdout(output)).expect("one JSON object")
+}
+
+/// Starts `run` or `receive` and waits until it serves its control socket.
+fn start(control: &str, arguments: &[&str]) -> Process {
+    let mut command = command(arguments);
+    command.args(["--control", control]).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut process = Process(command.spawn().expect("the command starts"));
+    let deadline = Instant::now() + LIMIT;
+    while UnixStream::connect(control).is_err() {
+        if process.0.try_wait().expect("a child").is_some() {
+            panic!("{arguments:?} ended: {}", last_words(&mut process));
+        }
+        assert!(Instant::now() < deadline, "{arguments:?} does not open its socket");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    process
+}
+
+fn last_words(process: &mut Process) -> String {
+    let stderr = process.0.stderr.take().expect("piped");
+    BufReader::new(stderr).lines().map_while(Result::ok).collect::<Vec<_>>().join("\n")
+}
+
+fn start_guest(control: &str) -> Process {
+    start(control, &["run", "--memory", "64M", "--program", PROGRAM])
+}
+
+fn status(control: &str) -> Value {
+    json(&martlet(&["status", "--control", control, "--json"]))
+}
+
+/// Waits until `is` holds of a control socket's status.
+fn await_status(control: &str, what: &str, is: impl Fn(&Value) -> bool) -> Value {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let now = status(control);
+        if is(&now) {
+            return now;
+        }
+        assert!(Instant::now() < deadline, "not {what}: {now}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn await_filled(control: &str) {
+    await_status(control, "filled", |now| now["guest"]["filled"] == true);
+}
+
+fn checked(now: &Value) -> u64 {
+    now["guest"]["verified-pages"].as_u64().expect("the built-in guest")
+}
+
+#[test]
+fn a_guest_moves_and_goes_on() {
+    let folder = Folder::new();
+    let (here, there, mig) = (folder.at("a"), folder.at("b"), folder.at("m"));
+    let listen = format!("unix:{mig}");
+    let mut source = start_guest(&here);
+    let mut destination = start(&there, &["receive", "--listen", &listen]);
+    assert_eq!(status(&there)["status"], "inmigrate");
+    await_filled(&here);
+    let svg = folder.at("timeline.svg");
+    let report = json(&martlet(&[
+        "migrate",
+        "--control",
+        &here,
+        &listen,
+        "--json",
+        "--svg",
+        &svg,
+        "--verify",
+        "--channels",
+        "2",
+    ]));
+    assert_eq!(report["outcome"], "completed");
+    assert_eq!((&report["memory_equal"], &report["channels"]), (&Value::Bool(true), &2.into()));
+    assert_eq!(report["blackout_ms"], Value::Null);
+    assert!(report["timeline"].as_array().is_some_and(|rows| !rows.is_empty()));
+    assert!(std::fs::read_to_string(&svg).expect("the picture").starts_with("<svg"));
+    assert_eq!(status(&here)["status"], "postmigrate");
+    let arrived = await_status(&there, "running", |now| now["status"] == "running");
+    let before = checked(&arrived);
+    let later = await_status(&there, "checking", |now| checked(now) > before + 4096);
+    assert_eq!(later["guest"]["wrong-pages"], 0);
+    assert_eq!(later["guest"]["clock-steps-back"], 0);
+    for (control, process) in [(&here, &mut source), (&there, &mut destination)] {
+        assert!(martlet(&["quit", "--control", control]).status.success());
+        assert!(process.wait().success());
+        assert!(!Path::new(control).exists(), "the socket is removed");
+    }
+}
+
+#[test]
+fn a_paused_guest_arrives_paused() {
+    let folder = Folder::new();
+    let (here, there) = (folder.at("a"), folder.at("b"));
+    let _source = start_guest(&here);
+    let _destination = start(&there, &["receive", "--listen", "tcp:127.0.0.1:0"]);
+    let port = status(&there)["migration"]["socket-address"][0]["port"].clone();
+    let to = format!("tcp:127.0.0.1:{}", port.as_str().expect("the port that was chosen"));
+    await_filled(&here);
+    assert!(martlet(&["stop", "--control", &here]).status.success());
+    let paused = status(&here);
+    assert_eq!(paused["status"], "paused");
+    let text = stdout(&martlet(&["migrate", "--control", &here, &to]));
+    assert!(text.starts_with("moved in "), "{text}");
+    let arrived = await_status(&there, "arrived", |now| now["status"] != "inmigrate");
+    assert_eq!(arrived["status"], "paused");
+    assert_eq!(checked(&arrived), checked(&paused), "it did nothing on its way");
+    assert!(martlet(&["cont", "--control", &there]).status.success());
+    await_status(&there, "going on", |now| checked(now) > checked(&arrived));
+    let refused = martlet(&["cont", "--control", &here]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(said, "martlet: the guest has moved away\n");
+}
+
+#[test]
+fn a_cancelled_or_failed_migration_harms_nobody() {
+    let folder = Folder::new();
+    let (here, there, mig) = (folder.at("a"), folder.at("b"), folder.at("m"));
+    let listen = format!("unix:{mig}");
+    let _source = start_guest(&here);
+    let destination = start(&there, &["receive", "--listen", &listen]);
+    await_filled(&here);
+    let slowly = ["migrate", "--control", &here, &listen, "--bandwidth", "1MiB/s", "--json"];
+    let begin = || {
+        let client = Process(command(&slowly).stdout(Stdio::piped()).spawn().expect("starts"));
+        await_status(&here, "migrating", |now| now["migration"]["status"] == "active");
+        client
+    };
+    let outcome = |mut client: Process| {
+        assert_eq!(client.wait().code(), Some(1));
+        let stdout = client.0.stdout.take().expect("piped");
+        serde_json::from_reader::<_, Value>(stdout).expect("one object")["outcome"].clone()
+    };
+    // By another command.
+    let client = begin();
+    assert!(martlet(&["cancel", "--control", &here]).status.success());
+    assert_eq!(outcome(client), "cancelled");
+    // By Ctrl-C.
+    let client = begin();
+    client.signal("-INT");
+    assert_eq!(outcome(client), "cancelled");
+    let now = await_status(&there, "listening on", |now| now["migration"]["status"] == "setup");
+    assert!(now["migration"]["error-desc"].is_string(), "{now}");
+    // By the death of the destination.
+    let client = begin();
+    drop(destination);
+    assert_eq!(outcome(client), "failed");
+    let before = status(&here);
+    assert_eq!(before["status"], "running");
+    // The next attempt, to the next destination at the same addresses, is as good as the first.
+    let _destination = start(&there, &["receive", "--listen", &listen]);
+    let again = ["migrate", "--control", &here, &listen, "--verify", "--json"];
+    assert_eq!(json(&martlet(&again))["memory_equal"], true);
+    let arrived = await_status(&there, "running", |now| now["status"] == "running");
+    let later = await_status(&there, "checking", |now| checked(now) > checked(&arrived) + 4096);
+    assert_eq!(later["guest"]["wrong-pages"], 0);
+}
+
+#[test]
+fn signals_end_a_process_in_order() {
+    let folder = Folder::new();
+    for signal in ["-INT", "-TERM"] {
+        let control = folder.at("a");
+        let mut process = start_guest(&control);
+        let mut client = BufReader::new(UnixStream::connect(&control).expect("a client"));
+        client.get_mut().write_all(b"{\"execute\":\"qmp_capabilities\"}\n").expect("written");
+        let mut line = String::new();
+        client.read_line(&mut line).expect("greeting");
+        client.read_line(&mut line).expect("reply");
+        process.signal(signal);
+        assert!(process.wait().success());
+        assert!(!Path::new(&control).exists());
+        let rest: Vec<String> = client.lines().map_while(Result::ok).collect();
+        assert!(rest.iter().any(|l| l.contains("SHUTDOWN") && l.contains("host-signal")));
+    }
+}
+
+#[test]
+fn the_demo_says_how_it_went() {
+    let arguments =
+        ["demo", "--memory", "64M", "--program", PROGRAM, "--runs", "3", "--verify", "--json"];
+    let total = json(&martlet(&arguments));
+    assert_eq!(total["outcome"], "completed");
+    assert_eq!((&total["runs"], &total["completed_runs"]), (&3.into(), &3.into()));
+    assert_eq!(total["memory_equal"], true);
+    assert_eq!(total["blackout"]["p50_ms"], Value::Null);
+    assert_eq!(total["guest"]["wrong_pages"], 0);
+    assert!(total["guest"]["verified_pages"].as_u64().is_some_and(|pages| pages > 4096));
+
+    let output = martlet(&["demo", "--memory", "64M", "--program", PROGRAM, "--transport", "unix"]);
+    let text = stdout(&output);
+    for part in ["a guest of 64 MiB and 1 vCPU", "runs on", "moved in ", "stop vCPUs", "0 wrong"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains('\x1b'), "no colours without a terminal");
+}
+
+#[test]
+fn an_interrupted_demo_leaves_nothing() {
+    let folder = Folder::new();
+    let mut command = command(&["demo", "--memory", "64M", "--program", PROGRAM, "--runs", "1000"]);
+    command.env("TMPDIR", &folder.0).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut demo = Process(command.spawn().expect("the command starts"));
+    let stdout = demo.0.stdout.take().expect("piped");
+    let mut lines = BufReader::new(stdout).lines();
+    assert!(lines.any(|line| line.is_ok_and(|line| line.contains("load"))), "it is under way");
+    demo.signal("-INT");
+    assert_eq!(demo.wait().code(), Some(1));
+    let left: Vec<_> = std::fs::read_dir(&folder.0).expect("the folder").collect();
+    assert!(left.is_empty(), "{left:?}");
+}
