@@ -1,18 +1,21 @@
 //! The project's own checks: `cargo xtask check`.
 
 mod layers;
+mod peers;
 mod tidy;
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy
+const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | peers
 
   check    everything below, in order
   fmt      rustfmt, without changing a file
   clippy   all targets, warnings are errors
   layers   no crate depends on a zone above its own
-  tidy     house rules that no other tool knows";
+  tidy     house rules that no other tool knows
+
+  peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -26,6 +29,11 @@ fn main() -> ExitCode {
         ["clippy"] => clippy(),
         ["layers"] => layers::check(),
         ["tidy"] => tidy::check(&root()),
+        ["peers", "--help"] => {
+            println!("{}", peers::USAGE);
+            Ok(())
+        }
+        ["peers", options @ ..] => peers::run(options),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);
