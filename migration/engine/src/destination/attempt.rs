@@ -247,15 +247,21 @@ impl Attempt {
         }
     }
 
+    /// On a thread of its own: this one has to answer meanwhile.
     fn digest(&mut self) {
         let Some(vmm) = &self.vmm else { return };
-        let event = match vmm.ram().digest() {
-            Ok(digest) => DestinationEvent::OwnDigest(digest),
-            Err(error) => {
-                DestinationEvent::LoadFailed { reason: format!("cannot digest memory: {error}") }
-            }
-        };
-        self.tell(event);
+        let (ram, events) = (vmm.ram(), Arc::clone(&self.events));
+        let computing = host::spawn("martlet-digest", move || {
+            events.post(Event::Digested(ram.digest()));
+        });
+        if let Err(error) = computing {
+            self.digest_failed(&error);
+        }
+    }
+
+    fn digest_failed(&mut self, error: &std::io::Error) {
+        let reason = format!("cannot digest guest memory: {error}");
+        self.tell(DestinationEvent::LoadFailed { reason });
     }
 
     fn start(&mut self, permit: RunPermit, running: bool) {
@@ -340,6 +346,8 @@ impl Attempt {
             match event {
                 Event::ChannelJoined { channel, stream } => self.on_joined(channel, stream),
                 Event::BarrierPassed { channel, round } => self.on_barrier(channel, round),
+                Event::Digested(Ok(digest)) => self.tell(DestinationEvent::OwnDigest(digest)),
+                Event::Digested(Err(error)) => self.digest_failed(&error),
                 Event::ChannelLost { channel, reason } => {
                     let last_barrier = self.barriers.get(usize::from(channel)).copied().flatten();
                     self.tell(DestinationEvent::ChannelLost { last_barrier, reason });

@@ -10,6 +10,8 @@ pub(super) enum Event {
     ChannelJoined { channel: u16, stream: Stream },
     /// Everything of a round was read on one channel.
     BarrierPassed { channel: u16, round: u32 },
+    /// The digest of this side's memory.
+    Digested(std::io::Result<[u8; 32]>),
     /// A channel ended or broke.
     ChannelLost { channel: u16, reason: String },
     /// Somebody asks what became of a migration.

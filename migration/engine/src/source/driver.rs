@@ -258,10 +258,7 @@ impl<'ram> Driver<'ram> {
             SourceAction::Pause => self.pause(),
             SourceAction::RunLastRound { round } => self.run_last_round(round),
             SourceAction::SaveState => self.save_state(),
-            SourceAction::ComputeDigest => match self.ram.digest() {
-                Ok(digest) => self.tell(SourceEvent::OwnDigest(digest)),
-                Err(error) => self.host_failed("cannot digest guest memory", &error),
-            },
+            SourceAction::ComputeDigest => self.compute_digest(),
             SourceAction::Resume { permit, running } => self.resume(permit, running),
             SourceAction::MovedAway(committed) => {
                 self.total = Some(monotonic_now().since(self.shared.started));
@@ -437,6 +434,8 @@ impl<'ram> Driver<'ram> {
                     }
                 }
             }
+            Event::Digested(Ok(digest)) => self.tell(SourceEvent::OwnDigest(digest)),
+            Event::Digested(Err(error)) => self.host_failed("cannot digest guest memory", &error),
             Event::LaneLost { reason } => self.tell(SourceEvent::ChannelLost { reason }),
             Event::Cancel => {
                 self.tell(SourceEvent::Cancel { reason: "cancelled by its owner".to_owned() });
@@ -515,7 +514,9 @@ impl<'ram> Driver<'ram> {
             dirty,
             prediction,
         };
-        let decision = self.convergence.after_round(&result, self.shared.downtime_limit());
+        let limit = self.shared.downtime_limit();
+        self.machine.set_downtime_limit(limit);
+        let decision = self.convergence.after_round(&result, limit);
         self.shared.update(|progress| {
             progress.dirty_pages_per_s = per_second(dirty, since_sync);
             progress.predicted_blackout = Some(prediction.total());
@@ -607,6 +608,17 @@ impl<'ram> Driver<'ram> {
                 self.tell(SourceEvent::StateSaved { bytes });
             }
             Err(error) => self.host_failed("cannot save the state", &error),
+        }
+    }
+
+    /// On a thread of its own: this one has to answer meanwhile.
+    fn compute_digest(&mut self) {
+        let (ram, shared) = (Arc::clone(self.ram), Arc::clone(&self.shared));
+        let computing = host::spawn("martlet-digest", move || {
+            shared.events.post(Event::Digested(ram.digest()));
+        });
+        if let Err(error) = computing {
+            self.host_failed("cannot digest guest memory", &error);
         }
     }
 

@@ -7,6 +7,8 @@ use crossbeam_channel::Sender;
 pub(super) enum Event {
     /// One lane sent everything of a round, and the barrier behind it.
     BarrierSent { round: u32 },
+    /// The digest of this side's memory.
+    Digested(std::io::Result<[u8; 32]>),
     /// A lane can't go on.
     LaneLost { reason: String },
     /// The owner wants the guest to stay.
