@@ -1,5 +1,6 @@
 //! The command line: what may be written, and what is refused before anything is started.
 
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
@@ -170,7 +171,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
     pub(crate) vcpus: u16,
     /// The built-in guest and its load: how much memory it fills and checks, its working set,
-    /// and the pages it dirties a millisecond.
+    /// and the pages it dirties a millisecond. Default: fill=512M,ws=64M,rate=4/ms, with not more
+    /// than half of the memory filled.
     #[arg(long, value_name = "fill=SIZE,ws=SIZE,rate=N/ms", conflicts_with = "kernel")]
     pub(crate) program: Option<String>,
     /// Boot this kernel instead: a PVH ELF or a bzImage.
@@ -243,7 +245,7 @@ pub(crate) struct MigrateArgs {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct TuningArgs {
     /// Data channels, 1 to 128. Default: what suits the cores of the source's host.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(CHANNELS_MAX)))]
+    #[arg(long, value_name = "N", value_parser = count::<u16>(CHANNELS_MAX.into()))]
     pub(crate) channels: Option<u16>,
     /// Longest blackout to accept, up to 1h. The guest is stopped when the predicted one fits.
     #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = downtime_limit)]
@@ -301,11 +303,12 @@ pub(crate) struct DemoArgs {
     /// Number of vCPUs.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
     pub(crate) vcpus: u16,
-    /// The guest's load. Default: half of the memory filled, 64 MiB of it written over and over.
+    /// The guest's load. Default: 512 MiB filled, but not more than half of the memory; in 64 MiB
+    /// of it 4 pages rewritten a millisecond.
     #[arg(long, value_name = "fill=SIZE,ws=SIZE,rate=N/ms")]
     pub(crate) program: Option<String>,
     /// Move the guest this often, from process to process, and print medians and percentiles.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(RUNS_MAX)))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<u32>(RUNS_MAX.into()))]
     pub(crate) runs: u32,
     /// How the two processes are connected.
     #[arg(long, value_enum, default_value_t = TransportArg::Tcp)]
@@ -320,6 +323,13 @@ pub(crate) struct DemoArgs {
     pub(crate) tuning: TuningArgs,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+/// A number from 1 to `max`.
+fn count<T: Clone + Send + Sync + TryFrom<i64, Error: std::error::Error + Send + Sync>>(
+    max: i64,
+) -> RangedI64ValueParser<T> {
+    RangedI64ValueParser::new().range(1..=max)
 }
 
 fn memory(text: &str) -> Result<ByteCount, String> {

@@ -54,6 +54,16 @@ impl ControlSocket {
         Ok(ControlSocket { listener, path: path.to_owned(), identity })
     }
 
+    /// Removes the path, if that is still this socket. Any number of times.
+    pub(crate) fn remove(&self) {
+        let current = std::fs::symlink_metadata(&self.path);
+        if current.is_ok_and(|m| (m.dev(), m.ino()) == self.identity)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the control socket");
+        }
+    }
+
     /// The listening socket.
     pub(crate) fn listener(&self) -> &UnixListener {
         &self.listener
@@ -95,12 +105,7 @@ fn name_of(kind: FileType) -> &'static str {
 
 impl Drop for ControlSocket {
     fn drop(&mut self) {
-        let current = std::fs::symlink_metadata(&self.path);
-        if current.is_ok_and(|m| (m.dev(), m.ino()) == self.identity)
-            && let Err(error) = std::fs::remove_file(&self.path)
-        {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the control socket");
-        }
+        self.remove();
     }
 }
 

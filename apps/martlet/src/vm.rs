@@ -46,15 +46,33 @@ pub(crate) fn run_config(args: &RunArgs) -> Result<MachineConfig, Failure> {
     Ok(config)
 }
 
-/// The built-in guest's load as it is written on the command line; else half of the memory is
-/// filled, and of that what the default says is rewritten.
+/// The built-in guest's load as it is written on the command line; else the default one, with not
+/// more than half of the memory filled.
 pub(crate) fn program(text: Option<&str>, memory: ByteCount) -> Result<ProgramParams, Failure> {
     if let Some(text) = text {
         return text.parse().map_err(|e| Failure::Usage(format!("--program {text}: {e}")));
     }
     let default = ProgramParams::default();
-    let fill = ByteCount((memory.0 / 2).next_multiple_of(PAGE_SIZE));
+    let half = ByteCount((memory.0 / 2).next_multiple_of(PAGE_SIZE));
+    let fill = default.fill.min(half);
     Ok(ProgramParams { fill, working_set: default.working_set.min(fill), ..default })
+}
+
+/// Refuses a guest of the built-in program that can't be: too small, too large, too many vCPUs.
+pub(crate) fn check_program(
+    program: &ProgramParams,
+    memory: ByteCount,
+    vcpus: u16,
+) -> Result<(), Failure> {
+    let config = MachineConfig {
+        memory,
+        vcpus,
+        accel: Accel::Threads,
+        tracking: Tracking::Auto,
+        boot: Boot::Program(program.clone()),
+        serial: SerialOut::None,
+    };
+    config.validate().map_err(|error| failure(&error))
 }
 
 /// KVM if it can be used; otherwise threads, and a line that says so.

@@ -52,6 +52,9 @@ fn usage_errors_are_one_line_and_status_2() {
         (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "0bit/s"], "at a rate of 0"),
         (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "fast"], "is not a rate"),
         (&["demo", "--runs", "0"], "0 is not in 1..="),
+        (&["demo", "--memory", "4096"], "is not between"),
+        (&["demo", "--memory", "64M", "--program", "fill=1G"], "needs"),
+        (&["run", "--control", "c", "--memory", "900T"], "is not between"),
         (&["demo", "--program", "fill=everything"], "--program fill=everything"),
         (&["--log", "a=b=c", "demo"], "is not a log filter"),
     ] {

@@ -7,7 +7,8 @@ use crate::control_socket::ControlSocket;
 use crate::failure::Failure;
 use crate::qmp::server;
 use crate::{note, signals, vm};
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// How long clients get at the end to read what was written for them.
@@ -19,7 +20,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let config = vm::run_config(args)?;
     let signals = SignalDesk::open()?;
     // Before the machine: a socket in use must be noticed before memory is filled.
-    let socket = ControlSocket::bind(&args.control.path)?;
+    let socket = bind(&args.control.path, &signals)?;
     let guest = vm::boot(&config)?;
     if !args.paused {
         guest.cont().map_err(Failure::Failed)?;
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         args.control.path.display()
     ));
     let control = Control::with_guest(guest);
-    serve(socket, &control, &signals)
+    serve(&socket, &control, &signals)
 }
 
 /// `martlet receive`.
@@ -39,7 +40,7 @@ pub(crate) fn receive(args: &ReceiveArgs) -> Result<(), Failure> {
     die_with_parent(args.host.parent)?;
     let listen = vm::listener(args)?;
     let signals = SignalDesk::open()?;
-    let socket = ControlSocket::bind(&args.control.path)?;
+    let socket = bind(&args.control.path, &signals)?;
     let control = Control::waiting(listen);
     if let Some(address) = &args.listen {
         control.receive(address).map_err(Failure::Failed)?;
@@ -51,62 +52,68 @@ pub(crate) fn receive(args: &ReceiveArgs) -> Result<(), Failure> {
     } else {
         note(format_args!("waiting for migrate-incoming at {}", args.control.path.display()));
     }
-    serve(socket, &control, &signals)
+    serve(&socket, &control, &signals)
+}
+
+/// Binds the control socket; a signal while the process starts removes it.
+fn bind(path: &Path, signals: &SignalDesk) -> Result<Arc<ControlSocket>, Failure> {
+    let socket = Arc::new(ControlSocket::bind(path)?);
+    signals.set(Desk::Starting(Some(Arc::clone(&socket))));
+    Ok(socket)
 }
 
 /// Serves clients until the process is to end, and ends it in order. Afterwards the control
 /// socket is gone from the file system.
 fn serve(
-    socket: ControlSocket,
+    socket: &ControlSocket,
     control: &Arc<Control>,
     signals: &SignalDesk,
 ) -> Result<(), Failure> {
-    signals.serve(Arc::clone(control));
+    signals.set(Desk::Serving(Arc::clone(control)));
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|e| Failure::because("control socket", &e))?;
     let clients = server::serve(listener, Arc::clone(control));
-    let cause = control.wait_for_quit();
+    control.wait_for_quit();
     // Gone from the file system first: whoever sees this process end may start the next one.
-    drop(socket);
+    socket.remove();
     clients.finish(FAREWELL_MAX);
-    match cause {
-        QuitCause::Command | QuitCause::Signal | QuitCause::Guest(_) => Ok(()),
-    }
+    Ok(())
 }
 
-/// Keeps the first signal until there is somebody to end, and hands all to them from then on.
-struct SignalDesk {
-    control: Arc<std::sync::Mutex<Desk>>,
-}
+/// What a signal does: it depends on how far the process is.
+struct SignalDesk(Arc<Mutex<Desk>>);
 
 enum Desk {
-    /// Nobody to end yet; a signal ends the process at once.
-    Starting,
-    /// This one is asked to quit.
+    /// Nothing is there to be ended in order, but for the socket: a signal ends the process.
+    Starting(Option<Arc<ControlSocket>>),
+    /// A signal asks this one to quit.
     Serving(Arc<Control>),
 }
 
 impl SignalDesk {
     /// Call it before any thread exists.
     fn open() -> Result<SignalDesk, Failure> {
-        let control = Arc::new(std::sync::Mutex::new(Desk::Starting));
-        let desk = Arc::clone(&control);
+        let desk = SignalDesk(Arc::new(Mutex::new(Desk::Starting(None))));
+        let shared = Arc::clone(&desk.0);
         signals::on_termination(move |before| {
-            let desk = desk.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            match &*desk {
-                Desk::Serving(control) if before == 0 => control.request_quit(QuitCause::Signal),
-                // While starting nothing is there to be ended in order; and who asks twice does
-                // not want to wait.
-                Desk::Serving(_) | Desk::Starting => std::process::exit(EXIT_BY_SIGNAL),
+            match &*shared.lock().unwrap_or_else(PoisonError::into_inner) {
+                Desk::Serving(control) if before == 0 => {
+                    control.request_quit(QuitCause::Signal);
+                    return;
+                }
+                Desk::Starting(Some(socket)) => socket.remove(),
+                // Who asks twice does not want to wait.
+                Desk::Serving(_) | Desk::Starting(None) => {}
             }
+            std::process::exit(EXIT_BY_SIGNAL);
         })
         .map_err(|e| Failure::because("cannot take signals", &e))?;
-        Ok(SignalDesk { control })
+        Ok(desk)
     }
 
-    fn serve(&self, control: Arc<Control>) {
-        let mut desk = self.control.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        *desk = Desk::Serving(control);
+    /// From now on a signal does this.
+    fn set(&self, desk: Desk) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = desk;
     }
 }
 

@@ -153,7 +153,7 @@ pub(crate) fn parameters(options: &MigrateOptions) -> Value {
     json!({
         "multifd-channels": options.channels.unwrap_or(0),
         "downtime-limit": whole_ms(options.downtime_limit),
-        "x-downtime-limit-us": u64::try_from(options.downtime_limit.as_micros()).unwrap_or(u64::MAX),
+        "x-downtime-limit-us": whole_us(options.downtime_limit),
         "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
         "x-verify": options.verify,
     })
@@ -202,6 +202,11 @@ pub(crate) fn capabilities(options: &MigrateOptions) -> Value {
         ALWAYS_ON.iter().map(|name| json!({ "capability": name, "state": true })).collect();
     list.push(json!({ "capability": "auto-converge", "state": options.auto_converge }));
     Value::Array(list)
+}
+
+/// Whole microseconds.
+fn whole_us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Whole milliseconds, rounded up: nothing that took time took 0 ms.

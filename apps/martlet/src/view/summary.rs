@@ -33,7 +33,7 @@ pub(crate) fn headline(report: &ReportJson, style: Style) -> String {
         OutcomeJson::Undecided => {
             let line = failed("undecided", report, &total, style);
             format!(
-                "{line}\nthe guest stays stopped here until `martlet resolve` has asked the destination"
+                "{line}\nthe guest stays stopped until `martlet resolve` has asked the destination"
             )
         }
     }

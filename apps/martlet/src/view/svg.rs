@@ -42,7 +42,8 @@ pub(crate) fn render(timeline: &Timeline, title: &str) -> String {
         let _ = writeln!(
             out,
             "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{}\" y2=\"{floor}\" stroke=\"#ddd\"/>\
-             <text x=\"{at:.1}\" y=\"{}\" fill=\"#777\" text-anchor=\"middle\">{label} {unit}</text>",
+             <text x=\"{at:.1}\" y=\"{}\" fill=\"#777\" text-anchor=\"middle\">\
+             {label} {unit}</text>",
             TOP - 6.0,
             floor + 20.0,
         );

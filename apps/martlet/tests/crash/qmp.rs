@@ -66,7 +66,9 @@ impl Qmp {
         let mut line = String::new();
         match self.0.read_line(&mut line) {
             Ok(0) => Err(Trouble::Gone),
-            Ok(_) => serde_json::from_str(&line).map_err(|e| Trouble::Broken(format!("{e}: {line}"))),
+            Ok(_) => {
+                serde_json::from_str(&line).map_err(|e| Trouble::Broken(format!("{e}: {line}")))
+            }
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 Err(Trouble::Broken(format!("no answer within {ANSWER_MAX:?}")))
             }

@@ -40,6 +40,7 @@ const LINES_MAX: u32 = 20;
 pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
     let interrupts = interrupts()?;
     let program = vm::program(args.program.as_deref(), args.memory)?;
+    vm::check_program(&program, args.memory, args.vcpus)?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
     let style = Style::of_stdout();
     let kind = Kind::suiting(args.output.json);
@@ -296,7 +297,8 @@ impl Demo<'_> {
         let checked = plural(guest.verified_pages, "check");
         if chain.is_well() {
             format!(
-                "checked all that it filled once more after the move: {wrong}; {checked} of pages, {beats} heartbeats"
+                "checked all that it filled once more after the move: {wrong}; \
+                 {checked} of pages, {beats} heartbeats"
             )
         } else {
             format!("{checked} of pages: {wrong}; {beats} heartbeats")

@@ -97,7 +97,8 @@ impl Builder {
         loop {
             match Client::connect(&self.control) {
                 Ok(client) => return Ok(Process { client, running }),
-                Err(ClientError::NoServer { .. }) => {}
+                // Not there yet; or there, and gone because the machine could not be built.
+                Err(ClientError::NoServer { .. } | ClientError::Gone { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
             if running.has_ended() {

@@ -1,0 +1,278 @@
+//! One guest after the other, moved from process to process while these are killed and cut off.
+//! Whoever survives an attempt is part of the next one, so a guest that lives long enough has been
+//! through all of it.
+
+use crate::desk::Desk;
+use crate::judge::{Ending, judge};
+use crate::log::Log;
+use crate::plan::{Plan, Side};
+use crate::process::{Guest, Process};
+use crate::proxy::Proxy;
+use crate::qmp::Trouble;
+use crate::watch::{Pair, Watched};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a guest may take to check all that it filled: a few hundredths of a second, on a host
+/// that has nothing else to do.
+const CHECK_MAX: Duration = Duration::from_secs(60);
+/// How long a migration may take to which nothing happens.
+const CLEAN_MAX: Duration = Duration::from_secs(60);
+/// Between two looks.
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+/// A folder for sockets and logs. It stays after a failure, for whoever looks for its reason.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new() -> Result<Dir, String> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("martlet-crash-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        Ok(Dir(path))
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+}
+
+pub(crate) struct Scene {
+    dir: Dir,
+    log: Log,
+    processes: u32,
+    /// It has a guest.
+    holder: Option<Process>,
+    /// It waits for one, and has seen an attempt fail.
+    spare: Option<Process>,
+    /// What a migration takes to which nothing happens.
+    clean: Duration,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Result<Scene, String> {
+        let (dir, log) = (Dir::new()?, Log::new());
+        let clean = Duration::from_millis(60);
+        let mut scene = Scene { dir, log, processes: 0, holder: None, spare: None, clean };
+        // For the measure.
+        let source = scene.source(1)?;
+        scene.move_on(source, None, &Plan::clean(false))?;
+        Ok(scene)
+    }
+
+    pub(crate) fn clean(&self) -> Duration {
+        self.clean
+    }
+
+    /// What happened in the last attempt.
+    pub(crate) fn story(&self) -> String {
+        self.log.render()
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir.0
+    }
+
+    fn next_number(&mut self) -> u32 {
+        self.processes += 1;
+        self.processes
+    }
+
+    /// The process with the guest, or a new one.
+    fn source(&mut self, vcpus: u16) -> Result<Process, String> {
+        let number = self.next_number();
+        match self.holder.take() {
+            Some(holder) => Ok(holder),
+            None => Process::run(&self.dir.0, number, vcpus),
+        }
+    }
+
+    fn receiver(&mut self) -> Result<Process, String> {
+        let number = self.next_number();
+        Process::receive(&self.dir.0, number)
+    }
+
+    /// One attempt with a fault, the judgement, and a clean migration if the guest stayed.
+    pub(crate) fn attempt(&mut self, plan: &Plan) -> Result<Ending, String> {
+        self.log.restart();
+        self.log.note(format!("{plan:?}"));
+        let mut source = self.source(plan.vcpus)?;
+        let spare = self.spare.take().filter(|_| plan.same_destination);
+        let fresh = spare.is_none();
+        let mut destination = spare.map_or_else(|| self.receiver(), Ok)?;
+        let port = destination.port()?;
+        self.log.note(format!("from {} to {}, port {port}", source.name, destination.name));
+        let killer = (source.killer(), source.control().to_owned());
+        let desk = Desk::new(*plan, self.log.clone(), killer, destination.killer());
+        let proxy = Proxy::start(port, &desk)?;
+        let refused = |e| format!("an order is refused: {e}");
+        if plan.paused {
+            source.ask("stop").map_err(refused)?;
+        }
+        let to = if plan.direct { port } else { proxy.port() };
+        let zero = self.log.zero();
+        desk.start_clock(zero);
+        // It may be killed before it has answered.
+        let called = migrate(&mut source, to, plan);
+        let mut pair = Pair::new(source, destination, self.log.clone());
+        pair.settle(&desk)?;
+        let fired = desk.disarm();
+        pair.settle(&desk)?;
+        if !pair.source.is_dead() {
+            called.map_err(|e| format!("migrate: {e}"))?;
+        }
+        let ending = judge(&mut pair, &desk, fired, fresh)?;
+        self.log.note(format!("{ending:?}"));
+        if ending == Ending::Undecided {
+            self.stays_undecided(&mut pair, &proxy)?;
+        }
+        self.lives_on(pair, &desk, ending)?;
+        Ok(ending)
+    }
+
+    /// Checks the guest where it is now, and keeps who survived.
+    fn lives_on(&mut self, mut pair: Pair, desk: &Desk, ending: Ending) -> Result<(), String> {
+        let Some(holder) = ending.holder() else {
+            for side in [Side::Source, Side::Destination] {
+                pair.stands_still(side)?;
+            }
+            let Pair { destination, .. } = pair;
+            self.spare = alive(destination);
+            return Ok(());
+        };
+        if desk.plan.paused {
+            pair.stands_still(Side::Source)?;
+            pair.stands_still(Side::Destination)?;
+            let process = &mut pair.side(holder).process;
+            let state = process.run_state()?;
+            if state != "paused" {
+                return Err(format!("a guest that was paused is {state} at {}", process.name));
+            }
+            process.ask("cont").map_err(|e| format!("cont: {e}"))?;
+        }
+        let guest = pair.only(holder)?;
+        if guest.beats < pair.beats_at_source() {
+            let before = pair.beats_at_source();
+            return Err(format!("the guest went back from heartbeat {before} to {}", guest.beats));
+        }
+        check_all(&mut pair.side(holder).process)?;
+        let Pair { source, destination, .. } = pair;
+        match holder {
+            Side::Destination => {
+                self.holder = Some(destination.process);
+                Ok(())
+            }
+            Side::Source => {
+                let destination = alive(destination).filter(|_| desk.plan.same_destination);
+                let verify = desk.plan.noise.is_multiple_of(2);
+                self.move_on(source.process, destination, &Plan::clean(verify))
+            }
+        }
+    }
+
+    /// Moves a guest to which nothing is done. Every attempt that was abandoned is followed by
+    /// this one.
+    fn move_on(
+        &mut self,
+        mut source: Process,
+        destination: Option<Process>,
+        plan: &Plan,
+    ) -> Result<(), String> {
+        let mut destination = destination.map_or_else(|| self.receiver(), Ok)?;
+        let port = destination.port()?;
+        self.log.note(format!("moving on from {} to {}", source.name, destination.name));
+        let killer = (source.killer(), source.control().to_owned());
+        let desk = Desk::new(*plan, self.log.clone(), killer, destination.killer());
+        desk.disarm();
+        migrate(&mut source, port, plan).map_err(|e| format!("migrate again: {e}"))?;
+        let mut pair = Pair::new(source, destination, self.log.clone());
+        pair.settle(&desk)?;
+        let report = pair.source.report();
+        if pair.source.status() != "completed" || pair.destination.status() != "completed" {
+            let (status, error) = (pair.source.status(), pair.source.error());
+            return Err(format!("the next migration {status}: {error}"));
+        }
+        if plan.verify && report["memory_equal"] != true {
+            return Err(format!("after the next migration memory differs: {report}"));
+        }
+        pair.only(Side::Destination)?;
+        check_all(&mut pair.destination.process)?;
+        if let Some(ms) = report["total_ms"].as_f64().filter(|_| !plan.verify) {
+            self.clean = Duration::from_secs_f64(ms / 1e3);
+        }
+        self.holder = Some(pair.destination.process);
+        Ok(())
+    }
+
+    /// Checks that a source whose destination died with the commit stays stopped whatever is asked
+    /// and whoever answers.
+    fn stays_undecided(&mut self, pair: &mut Pair, proxy: &Proxy) -> Result<(), String> {
+        let mut refusals = vec![refusal(pair)?];
+        let mut stranger = self.receiver()?;
+        proxy.retarget(stranger.port()?);
+        refusals.push(refusal(pair)?);
+        for words in &refusals {
+            self.log.note(format!("not resolved: {words}"));
+        }
+        let state = pair.source.process.run_state()?;
+        if state != "finish-migrate" {
+            return Err(format!("an undecided source is {state} after {refusals:?}"));
+        }
+        pair.stands_still(Side::Source)
+    }
+}
+
+/// Asks an undecided source to settle what can't be settled.
+fn refusal(pair: &mut Pair) -> Result<String, String> {
+    match pair.source.process.ask("x-resolve") {
+        Ok(value) => Err(format!("resolved without the destination: {value}")),
+        Err(Trouble::Refused(words)) if words.len() > 10 => Ok(words),
+        Err(trouble) => Err(format!("x-resolve: {trouble}")),
+    }
+}
+
+fn migrate(source: &mut Process, port: u16, plan: &Plan) -> Result<(), Trouble> {
+    let parameters = json!({
+        "multifd-channels": plan.channels,
+        "max-bandwidth": plan.bandwidth,
+        "x-verify": plan.verify,
+    });
+    source.execute("migrate-set-parameters", &parameters)?;
+    source.execute("migrate", &json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;
+    Ok(())
+}
+
+/// Waits until the guest has checked all of its memory once more.
+fn check_all(process: &mut Process) -> Result<(), String> {
+    let lost = |guest: &Guest| guest.wrong > 0 || guest.clock_steps_back > 0;
+    let missing = format!("LOST: there is no guest at {}", process.name);
+    let Some(start) = process.guest()? else { return Err(missing) };
+    // Its vCPUs may check different parts at different speeds.
+    let enough = start.verified + 2 * start.filled_pages;
+    let deadline = Instant::now() + CHECK_MAX;
+    loop {
+        let Some(now) = process.guest()? else { return Err(missing) };
+        if lost(&now) {
+            return Err(format!("LOST: the guest at {} says {now:?}", process.name));
+        }
+        if now.verified >= enough {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(format!("the guest at {} checks nothing: {now:?}", process.name));
+        }
+        std::thread::sleep(LOOK_INTERVAL);
+    }
+}
+
+fn alive(watched: Watched) -> Option<Process> {
+    if watched.is_dead() { None } else { Some(watched.process) }
+}
