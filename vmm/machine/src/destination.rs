@@ -107,15 +107,15 @@ impl DestinationVmm for Incoming {
         if has != comes {
             return Err(failed(ACTION, format!("states of {comes} vCPUs for {has}")));
         }
-        machine.vm.load(&saved.vm).map_err(|error| failed(ACTION, error.to_string()))?;
-        machine
-            .bus
-            .load_serial(&saved.serial)
-            .map_err(|why| failed("load the serial port's state", why))?;
-        let vcpus = saved.vcpus.into_iter().map(Into::into).collect();
-        machine.group.load(vcpus).map_err(|(number, error)| {
+        machine.vm.begin_load();
+        machine.group.begin_load(saved.vcpus.into_iter().map(Into::into).collect());
+        // The rest is loaded while the vCPUs load theirs; they are waited for in any case.
+        let vm = machine.vm.load(&saved.vm).map_err(|error| failed(ACTION, error.to_string()));
+        let serial = machine.bus.load_serial(&saved.serial).map_err(|why| failed(ACTION, why));
+        let entered = machine.group.wait_loaded().map_err(|(number, error)| {
             failed(format!("load the state of vCPU {number}"), error.to_string())
-        })
+        });
+        vm.and(serial).and(entered)
     }
 
     fn arm(&self, limit: Duration) {

@@ -230,9 +230,10 @@ impl Machine {
     /// Ends the vCPUs; the guest never runs again here. Any number of times.
     pub fn quit(&self) {
         let mut control = lock(&self.control);
-        control.phase = Phase::Gone;
+        // A switchover in progress finds its machine gone; its saves are waited for.
+        self.forget_saves(&mut control);
+        control.step("quit", Event::Quit).expect("quitting is always possible");
         control.permit = None;
-        control.is_saving = false;
         self.group.end();
         self.endpoint.detach();
     }

@@ -241,10 +241,10 @@ impl Endpoint {
     }
 
     fn accept(&self) {
-        if let Sink::Socket { listener, client } = &self.sink {
-            if let Ok((stream, _)) = listener.accept() {
-                *lock(client) = Some(Arc::new(stream.into()));
-            }
+        if let Sink::Socket { listener, client } = &self.sink
+            && let Ok((stream, _)) = listener.accept()
+        {
+            *lock(client) = Some(Arc::new(stream.into()));
         }
     }
 

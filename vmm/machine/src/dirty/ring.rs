@@ -25,6 +25,10 @@ pub(crate) struct Rings {
     rings: Vec<Arc<Mutex<DirtyRing>>>,
     pending: RamBitmap,
     has_pending: AtomicBool,
+    /// A ring was full to the last entry: KVM stops a vCPU before that, so entries may have been
+    /// overwritten, and the ring can't be trusted any more. Seen where KVM, nested in software,
+    /// emulates a guest's kernel for long without looking at the ring.
+    has_overflowed: AtomicBool,
     /// One reset at a time, and only of entries whose pages are in a bitmap.
     resetting: Mutex<()>,
 }
@@ -48,6 +52,7 @@ pub(crate) fn open_rings(
         rings,
         pending: RamBitmap::new(ram),
         has_pending: AtomicBool::new(false),
+        has_overflowed: AtomicBool::new(false),
         resetting: Mutex::new(()),
     });
     let share = |ring| RingShare { ring: Arc::clone(ring), rings: Arc::clone(&rings) };
@@ -55,11 +60,30 @@ pub(crate) fn open_rings(
     Ok((rings, shares))
 }
 
+impl Rings {
+    /// Takes what is in one ring; returns how many entries.
+    fn harvest(&self, ring: &Mutex<DirtyRing>, into: &RamBitmap) -> u32 {
+        let taken = lock(ring).harvest(marker(into));
+        if taken == RING_ENTRIES {
+            self.has_overflowed.store(true, Ordering::Release);
+        }
+        taken
+    }
+
+    fn check(&self) -> Result<(), TrackError> {
+        if !self.has_overflowed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let source = io::Error::other("KVM wrote more entries than a ring has");
+        Err(TrackError { operation: "reading the dirty rings".into(), source })
+    }
+}
+
 impl RingShare {
     /// The vCPU left the guest because its ring is full.
     pub(crate) fn on_full(&mut self) {
         let _resetting = lock(&self.rings.resetting);
-        let taken = lock(&self.ring).harvest(marker(&self.rings.pending));
+        let taken = self.rings.harvest(&self.ring, &self.rings.pending);
         if taken > 0 {
             self.rings.has_pending.store(true, Ordering::Release);
         }
@@ -104,8 +128,9 @@ impl DirtySource for KvmRing {
         let _resetting = lock(&rings.resetting);
         let mut taken = 0;
         for ring in &rings.rings {
-            taken += lock(ring).harvest(marker(into));
+            taken += rings.harvest(ring, into);
         }
+        rings.check()?;
         if rings.has_pending.swap(false, Ordering::AcqRel) {
             for (region, bitmap) in rings.pending.iter() {
                 for word in 0..bitmap.word_count() {

@@ -5,7 +5,7 @@ use super::msrs::MsrTable;
 use super::raw::XsaveSize;
 use super::saved::{SavedHost, decode};
 use super::tsc::TscPlan;
-use super::vcpu::{KvmVcpu, VcpuCommon};
+use super::vcpu::{KvmVcpu, VcpuCommon, VmLoads};
 use super::vm::{KvmCore, KvmVm, Tracker};
 use super::warm::WarmUp;
 use crate::Tracking;
@@ -13,9 +13,9 @@ use crate::dirty::{RING_ENTRIES, open_rings};
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend};
 use kvm_bindings::{
-    KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2,
-    KVM_CAP_TSC_CONTROL, KVM_CAP_XSAVE2, KVM_PIT_SPEAKER_DUMMY, kvm_dirty_gfn, kvm_enable_cap,
-    kvm_pit_config,
+    KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_NESTED_STATE,
+    KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SREGS2, KVM_CAP_TSC_CONTROL, KVM_CAP_XSAVE2,
+    KVM_PIT_SPEAKER_DUMMY, kvm_dirty_gfn, kvm_enable_cap, kvm_pit_config,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use std::io;
@@ -76,12 +76,16 @@ pub(crate) fn build(
     let fds = create_vcpus(&core.fd, &cpuid, options.vcpus)?;
     let first = fds.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
     let tsc_khz = set_tsc_rate(&core.fd, &fds, described.as_ref().map(|host| host.tsc_khz))?;
+    let fd_has = |cap: u32| core.fd.check_extension_raw(cap.into()) > 0;
     let common = Arc::new(VcpuCommon {
         msrs: MsrTable::learn(&kvm_fd, first)?,
         xsave: XsaveSize::from_capability(core.fd.check_extension_raw(KVM_CAP_XSAVE2.into())),
-        has_sregs2: core.fd.check_extension_raw(KVM_CAP_SREGS2.into()) > 0,
+        has_sregs2: fd_has(KVM_CAP_SREGS2),
         tsc_khz,
         tsc: TscPlan::default(),
+        vm_loads: VmLoads::default(),
+        has_nested_state: fd_has(KVM_CAP_NESTED_STATE),
+        has_pre_fault: fd_has(KVM_CAP_PRE_FAULT_MEMORY),
     });
     let (tracker, shares) = if uses_ring {
         let (rings, shares) =
@@ -110,6 +114,7 @@ pub(crate) fn build(
         host: SavedHost { cpuid, tsc_khz },
         tracker,
         warm_up: Mutex::new(warm_up),
+        loaded: Mutex::new(None),
     };
     Ok(Built { vm: Arc::new(vm), vcpus })
 }

@@ -61,7 +61,7 @@ pub(super) fn for_vcpu(
                 }
                 // Bits 31:26 of EAX: most cores in the package, minus one.
                 (LEAF_CACHE, _) if entry.eax & 0x1f != 0 => {
-                    entry.eax = entry.eax & 0x0000_3fff | ((1 << id_bits) - 1 & 0x3f) << 26;
+                    entry.eax = entry.eax & 0x0000_3fff | (((1 << id_bits) - 1) & 0x3f) << 26;
                 }
                 (LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2, index) => {
                     topology(&mut entry, index, id_bits, vcpus, vcpu)

@@ -7,6 +7,7 @@ mod msrs;
 pub(crate) mod raw;
 mod saved;
 mod start;
+mod state;
 mod tsc;
 mod vcpu;
 mod vm;

@@ -70,12 +70,23 @@ impl MsrTable {
 
     /// Writes MSRs from a peer. Those that KVM refuses are left as they are, logged once: either
     /// they hold that value already, or this host has no such thing and neither had the guest.
-    pub(super) fn load(&self, vcpu: &VcpuFd, saved: &[SavedNumbered]) -> Result<(), BackendError> {
+    /// What was loaded `before` and is the same is not written again.
+    pub(super) fn load(
+        &self,
+        vcpu: &VcpuFd,
+        saved: &[SavedNumbered],
+        before: &[SavedNumbered],
+    ) -> Result<(), BackendError> {
         if saved.len() > SAVED_MAX {
             return Err(BackendError::state(format!("{} MSRs", saved.len())));
         }
         let known = Arc::clone(&lock(&self.refused));
-        let is_new = |msr: &&SavedNumbered| known.get(&msr.index) != Some(&msr.value);
+        if saved == before {
+            return Ok(());
+        }
+        let is_new = |msr: &&SavedNumbered| {
+            known.get(&msr.index) != Some(&msr.value) && !before.contains(msr)
+        };
         let wanted: Vec<_> = saved.iter().filter(is_new).copied().collect();
         let mut refused = Vec::new();
         for batch in wanted.chunks(KVM_MAX_MSR_ENTRIES) {

@@ -5,8 +5,8 @@
 
 use kvm_bindings::{
     KVM_DIRTY_LOG_PAGE_OFFSET, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_clear_dirty_log,
-    kvm_device_attr, kvm_dirty_gfn, kvm_dirty_log, kvm_pre_fault_memory, kvm_run, kvm_sregs2,
-    kvm_userspace_memory_region, kvm_xsave,
+    kvm_device_attr, kvm_dirty_gfn, kvm_dirty_log, kvm_nested_state, kvm_pre_fault_memory, kvm_run,
+    kvm_sregs2, kvm_userspace_memory_region, kvm_xsave,
 };
 use kvm_ioctls::{VcpuFd, VmFd};
 use martlet_ram::RamRegion;
@@ -16,7 +16,9 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
-use vmm_sys_util::ioctl::{ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ref};
+use vmm_sys_util::ioctl::{
+    ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref,
+};
 use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr, ioctl_iow_nr, ioctl_iowr_nr};
 
 // Numbers from linux/kvm.h.
@@ -27,6 +29,8 @@ ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, kvm_xsave);
 ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, kvm_xsave);
 ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
+ioctl_iowr_nr!(KVM_GET_NESTED_STATE, KVMIO, 0xbe, kvm_nested_state);
+ioctl_iow_nr!(KVM_SET_NESTED_STATE, KVMIO, 0xbf, kvm_nested_state);
 ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
 ioctl_iow_nr!(KVM_SET_SREGS2, KVMIO, 0xcd, kvm_sregs2);
 ioctl_ior_nr!(KVM_GET_XSAVE2, KVMIO, 0xcf, kvm_xsave);
@@ -138,7 +142,42 @@ pub(crate) fn get_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &mut [u8]) -> io::
 pub(crate) fn set_xsave(vcpu: &VcpuFd, size: XsaveSize, area: &[u8]) -> io::Result<()> {
     assert!(area.len() >= size.bytes);
     // SAFETY: KVM_SET_XSAVE reads at most what the capability says; `area` has as many.
-    check(unsafe { vmm_sys_util::ioctl::ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), area.as_ptr()) })
+    check(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), area.as_ptr()) })
+}
+
+/// The largest state of a hypervisor inside of a guest: a header and two control structures
+/// (arch/x86/include/uapi/asm/kvm.h, struct kvm_nested_state).
+pub(crate) const NESTED_STATE_BYTES_MAX: usize = 128 + 2 * 4096;
+/// Where its `size` is.
+const NESTED_STATE_SIZE: std::ops::Range<usize> = 4..8;
+
+/// The state of a hypervisor inside of the guest, as the kernel lays it out.
+pub(crate) fn get_nested_state(vcpu: &VcpuFd) -> io::Result<Vec<u8>> {
+    let mut state = vec![0; NESTED_STATE_BYTES_MAX];
+    let capacity = u32::try_from(state.len()).map_err(io::Error::other)?;
+    state[NESTED_STATE_SIZE].copy_from_slice(&capacity.to_ne_bytes());
+    // SAFETY: the kernel reads the size from the header and writes no more than that; it copies
+    // bytes, so alignment does not matter.
+    check(unsafe { ioctl_with_mut_ptr(vcpu, KVM_GET_NESTED_STATE(), state.as_mut_ptr()) })?;
+    let mut size = [0; 4];
+    size.copy_from_slice(&state[NESTED_STATE_SIZE]);
+    state.truncate(u32::from_ne_bytes(size) as usize);
+    Ok(state)
+}
+
+/// Loads what [`get_nested_state`] gave; bytes that contradict themselves are refused.
+pub(crate) fn set_nested_state(vcpu: &VcpuFd, state: &[u8]) -> io::Result<()> {
+    let size = state.get(NESTED_STATE_SIZE).map(|bytes| {
+        let mut size = [0; 4];
+        size.copy_from_slice(bytes);
+        u32::from_ne_bytes(size) as usize
+    });
+    if size != Some(state.len()) || state.len() < size_of::<kvm_nested_state>() {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    // SAFETY: the kernel reads as many bytes as the header says, which is the length; whatever
+    // they are, it checks them.
+    check(unsafe { ioctl_with_ptr(vcpu, KVM_SET_NESTED_STATE(), state.as_ptr()) })
 }
 
 /// Maps guest pages into the VM's second-level page tables before they are used.
@@ -220,14 +259,6 @@ pub(crate) struct PortAccess {
     bytes: usize,
 }
 
-/// An access outside memory, as KVM describes it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct MmioAccess {
-    pub(crate) is_write: bool,
-    pub(crate) address: u64,
-    bytes: usize,
-}
-
 impl RunArea {
     /// `bytes` is what KVM_GET_VCPU_MMAP_SIZE says.
     pub(crate) fn map(vcpu: &VcpuFd, bytes: usize) -> io::Result<RunArea> {
@@ -283,22 +314,13 @@ impl RunArea {
         }
     }
 
-    /// After KVM_EXIT_MMIO.
-    pub(crate) fn mmio_access(&self) -> MmioAccess {
-        // SAFETY: inside the mapping; all bit patterns are valid numbers.
-        let mmio = unsafe { (&raw const (*self.run()).__bindgen_anon_1.mmio).read_volatile() };
-        MmioAccess {
-            is_write: mmio.is_write != 0,
-            address: mmio.phys_addr,
-            bytes: (mmio.len as usize).min(mmio.data.len()),
-        }
-    }
-
-    /// The bytes of an access outside memory.
-    pub(crate) fn mmio_data(&mut self, access: MmioAccess) -> &mut [u8] {
-        // SAFETY: the array is inside the mapping and longer than `bytes`; as for `port_data`.
-        let data = unsafe { &mut (*self.run()).__bindgen_anon_1.mmio.data };
-        &mut data[..access.bytes]
+    /// After KVM_EXIT_MMIO: where the bytes go that the guest reads; `None` if it writes.
+    pub(crate) fn mmio_read(&mut self) -> Option<&mut [u8]> {
+        // SAFETY: inside the mapping; all bit patterns are valid numbers. The kernel touches it
+        // only in KVM_RUN, which needs `&mut self` too.
+        let mmio = unsafe { &mut (*self.run()).__bindgen_anon_1.mmio };
+        let bytes = (mmio.len as usize).min(mmio.data.len());
+        (mmio.is_write == 0).then(|| &mut mmio.data[..bytes])
     }
 
     /// After KVM_EXIT_INTERNAL_ERROR: its number.

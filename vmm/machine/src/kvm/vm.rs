@@ -74,6 +74,9 @@ pub(super) struct KvmVm {
     pub(super) host: SavedHost,
     pub(super) tracker: Tracker,
     pub(super) warm_up: Mutex<Option<Arc<WarmUp>>>,
+    /// What was loaded last. Nothing changes it before the guest runs, so a rehearsal spares the
+    /// last load everything that is still the same.
+    pub(super) loaded: Mutex<Option<SavedVm>>,
 }
 
 fn kvm<T>(
@@ -96,6 +99,39 @@ impl KvmVm {
         let moment = (data.flags & both == both)
             .then_some(Moment { host_tsc: data.host_tsc, realtime_ns: data.realtime });
         Ok((data, moment))
+    }
+
+    fn load_all(&self, state: &[u8]) -> Result<(), BackendError> {
+        let saved: SavedVm = decode(state).map_err(BackendError::state)?;
+        let mut last = lock(&self.loaded);
+        // Taken out: after an error nothing is known.
+        let before = last.take();
+        self.load_chips(&saved, before.as_ref())?;
+        self.set_clock(&saved.clock)?;
+        *last = Some(saved);
+        Ok(())
+    }
+
+    fn load_chips(&self, saved: &SavedVm, before: Option<&SavedVm>) -> Result<(), BackendError> {
+        let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
+        if before.map(|vm| &vm.pic_master) != Some(&saved.pic_master) {
+            set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
+        }
+        if before.map(|vm| &vm.pic_slave) != Some(&saved.pic_slave) {
+            set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
+        }
+        if before.map(|vm| &vm.ioapic) != Some(&saved.ioapic) {
+            set_chip(ioapic_chip(&saved.ioapic))?;
+        }
+        if before.map(|vm| &vm.pit) != Some(&saved.pit) {
+            let pit = kvm_pit_state2 {
+                channels: saved.pit.channels.each_ref().map(Into::into),
+                flags: saved.pit.flags,
+                ..Default::default()
+            };
+            kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))?;
+        }
+        Ok(())
     }
 
     /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
@@ -152,19 +188,14 @@ impl VmBackend for KvmVm {
         Ok(encode(&saved))
     }
 
+    fn begin_load(&self) {
+        self.common.vm_loads.begin();
+    }
+
     fn load(&self, state: &[u8]) -> Result<(), BackendError> {
-        let saved: SavedVm = decode(state).map_err(BackendError::state)?;
-        let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
-        set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
-        set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
-        set_chip(ioapic_chip(&saved.ioapic))?;
-        let pit = kvm_pit_state2 {
-            channels: saved.pit.channels.each_ref().map(Into::into),
-            flags: saved.pit.flags,
-            ..Default::default()
-        };
-        kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))?;
-        self.set_clock(&saved.clock)
+        let loaded = self.load_all(state);
+        self.common.vm_loads.end();
+        loaded
     }
 
     fn pulse_irq(&self, line: u32) {

@@ -1,5 +1,6 @@
 //! Machines under a real KVM. Without one these tests say so and pass.
 
+mod elf;
 mod hostile;
 mod kernels;
 mod moving;
@@ -11,6 +12,9 @@ use martlet_engine::{DestinationFactory, DestinationVmm, SourceVmm};
 use martlet_units::{ByteCount, Gpa, PAGE_SIZE};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// Bytes of a page, as a length.
+const PAGE_BYTES: usize = 4096;
 
 /// How long anything may take on a busy host.
 const PATIENCE: Duration = Duration::from_secs(20);

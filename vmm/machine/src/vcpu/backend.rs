@@ -30,9 +30,9 @@ pub(crate) enum Exit<'a> {
     /// of any method of the backend.
     In { port: u16, size: u8, data: &'a mut [u8] },
     /// The guest read memory that is no RAM; the caller fills `data`.
-    MmioRead { address: u64, data: &'a mut [u8] },
-    /// The guest wrote memory that is no RAM.
-    MmioWrite { address: u64, data: &'a [u8] },
+    MmioRead { data: &'a mut [u8] },
+    /// The guest wrote memory that is no RAM. There is no device that would take it.
+    MmioWrite,
     /// A kick, or nothing of interest: the caller looks at its orders and runs again.
     Interrupted,
     /// The guest asked to be reset.
@@ -181,7 +181,11 @@ pub(crate) trait VmBackend: Send + Sync {
     /// do, then the result need only be loadable.
     fn save(&self) -> Result<Vec<u8>, BackendError>;
 
-    /// Loads what `save` gave; hostile, repeatable. Called before the vCPUs load theirs.
+    /// A load begins: `load` and all vCPUs' [`VcpuBackend::load`] are called at once. A vCPU that
+    /// needs the VM's part to be loaded first waits until `load` has returned.
+    fn begin_load(&self) {}
+
+    /// Loads what `save` gave; hostile, repeatable. After `begin_load`.
     fn load(&self, state: &[u8]) -> Result<(), BackendError>;
 
     /// Raises an edge on an interrupt line; nothing where there are no interrupts.

@@ -158,9 +158,8 @@ impl Group {
         clock::now().since(begin)
     }
 
-    /// Loads one state into each vCPU, all at once, and returns the longest time that entering
-    /// and leaving one took afterwards. Only while none runs.
-    pub(crate) fn load(&self, states: Vec<Vec<u8>>) -> Result<Duration, (usize, BackendError)> {
+    /// Tells all vCPUs to load, each its state; waits for nothing. Only while none runs.
+    pub(crate) fn begin_load(&self, states: Vec<Vec<u8>>) {
         assert_eq!(states.len(), self.len(), "one state for each vCPU");
         assert!(lock(&self.permit).is_none(), "vCPUs are loaded while they may not run");
         for (seat, state) in self.shared.seats.iter().zip(states) {
@@ -168,12 +167,17 @@ impl Group {
         }
         self.shared.done.start(self.threads());
         self.shared.orders.give(Task::Load, Then::Stay);
+    }
+
+    /// Waits for the loading that was begun, and returns the longest time that entering and
+    /// leaving a vCPU took afterwards. The error names the vCPU.
+    pub(crate) fn wait_loaded(&self) -> Result<Duration, (usize, BackendError)> {
         self.shared.done.wait();
         let results = self.shared.seats.iter().enumerate().map(|(number, seat)| {
             let loaded = lock(&seat.exchange).loaded.take();
             loaded
                 .unwrap_or_else(|| Err(BackendError::state("not loaded")))
-                .map_err(|e| (number, e))
+                .map_err(|error| (number, error))
         });
         let times: Vec<_> = results.collect();
         times.into_iter().try_fold(Duration::ZERO, |longest, time| Ok(longest.max(time?)))
@@ -225,7 +229,7 @@ impl Group {
         for thread in lock(&self.threads).drain(..) {
             let _ = thread.join();
         }
-        drop(lock(&self.permit).take());
+        *lock(&self.permit) = None;
     }
 }
 

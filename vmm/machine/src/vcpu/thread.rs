@@ -161,11 +161,11 @@ fn serve(shared: &Shared, exit: Exit<'_>) -> Effect {
             Effect::None
         }
         // Nothing is mapped outside memory: reads give what a floating bus gives.
-        Exit::MmioRead { address: _, data } => {
+        Exit::MmioRead { data } => {
             data.fill(0xff);
             Effect::None
         }
-        Exit::MmioWrite { .. } | Exit::Interrupted => Effect::None,
+        Exit::MmioWrite | Exit::Interrupted => Effect::None,
         Exit::Reset => Effect::End(EndCause::Reset),
         Exit::Shutdown => Effect::End(EndCause::Shutdown),
         Exit::Ended(reason) => Effect::End(EndCause::Crash(reason)),
