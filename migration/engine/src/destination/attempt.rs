@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::info;
 
 /// The thread stays awake this long for a blackout that was announced.
 const AWAKE_MAX: Duration = Duration::from_millis(200);
@@ -392,7 +392,7 @@ impl Attempt {
             }
             Some(DestinationOutcome::Abandoned { reason }) => {
                 let reason = crate::chain(&reason);
-                warn!(%reason, "the migration was abandoned");
+                info!(%reason, "the migration was abandoned");
                 self.discard();
                 Err(reason)
             }

@@ -29,7 +29,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::info;
 
 /// Last pages up to this many are sent by the driver itself; more are worth the lanes' wake-up.
 const LAST_PAGES_INLINE_MAX: u64 = 1024;
@@ -62,7 +62,7 @@ pub(super) fn run(start: Start) {
     match Driver::connect(start, &ram) {
         Ok(driver) => driver.run(),
         Err(reason) => {
-            warn!(%reason, "the migration failed before it began");
+            info!(%reason, "the migration failed before it began");
             let report = Report::not_begun(reason, shared.started);
             shared.finish(Status::Failed, report);
         }
