@@ -14,6 +14,8 @@ use std::time::Duration;
 /// Bytes of a hello, and of its answer.
 pub(crate) const HELLO: usize = 64;
 const REPLY: usize = 32;
+/// Where the answer says whether the connection is accepted: 0 if it is.
+const STATUS: std::ops::Range<usize> = 10..12;
 
 /// Bytes taken at a time.
 const BUFFER: usize = 256 << 10;
@@ -233,11 +235,11 @@ impl Pump<'_> {
             None => vec![Piece { bytes: bytes.to_vec(), begins: None, ends: None }],
         };
         for mut piece in pieces {
-            let is_reply = self.passed == 0 && self.way == Way::ToSource;
-            if is_reply && piece.bytes.len() == REPLY && piece.bytes[10..12] == [0, 0] {
-                if self.link.channel == Channel::Control {
-                    self.desk.accepted();
-                }
+            let is_control_reply = self.passed == 0
+                && self.way == Way::ToSource
+                && self.link.channel == Channel::Control;
+            if is_control_reply && piece.bytes.get(STATUS) == Some(&[0, 0]) {
+                self.desk.accepted();
             }
             if let Some(kind) = piece.begins {
                 self.desk.on_coming(kind);

@@ -43,13 +43,11 @@ pub(crate) mod kind {
     pub(crate) const REHEARSED: u16 = 6;
     pub(crate) const SWITCHOVER_SOON: u16 = 7;
     pub(crate) const FINAL_STATE: u16 = 8;
-    pub(crate) const DIGEST: u16 = 10;
     pub(crate) const COMMIT: u16 = 11;
     pub(crate) const COMMITTED: u16 = 12;
     pub(crate) const COMMIT_REFUSED: u16 = 13;
     pub(crate) const ALIVE: u16 = 14;
     pub(crate) const PING: u16 = 15;
-    pub(crate) const ABANDON: u16 = 17;
 }
 
 /// Which way each kind goes. Those that go both ways are not named here.

@@ -95,7 +95,7 @@ impl Process {
             .spawn()
             .map_err(failed)?;
         let mut child = Unless(Some(child));
-        let pid = child.0.as_ref().map(|child| Pid::from_child(child)).expect("just started");
+        let pid = child.0.as_ref().map(Pid::from_child).expect("just started");
         let killer = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| failed(e.into()))?;
         let deadline = Instant::now() + PATIENCE;
         let qmp = loop {

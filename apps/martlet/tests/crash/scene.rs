@@ -18,8 +18,6 @@ use std::time::{Duration, Instant};
 /// How long a guest may take to check all that it filled: a few hundredths of a second, on a host
 /// that has nothing else to do.
 const CHECK_MAX: Duration = Duration::from_secs(60);
-/// How long a migration may take to which nothing happens.
-const CLEAN_MAX: Duration = Duration::from_secs(60);
 /// Between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 

@@ -145,7 +145,10 @@ impl Pair {
         };
         match self.destination.status() {
             "active" => Rest::No,
-            "dead" | "completed" => Rest::Yes,
+            "dead" => Rest::Yes,
+            // Its control socket has the guest a moment later.
+            "completed" if self.destination.samples.is_empty() => Rest::No,
+            "completed" => Rest::Yes,
             // It arrives before the source learns of it, but is heard of later.
             _ if source == "completed" => Rest::No,
             // It may not even have seen yet what was sent to it.
