@@ -63,6 +63,19 @@ fn a_running_guest_moves() {
     }
 }
 
+/// Found by killing processes on a busy host: one rehearsal that a scheduler held up was believed
+/// for ever, and the migration never ended.
+#[test]
+fn a_slow_rehearsal_is_repeated() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    source.slow_rehearsals.store(3, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+    assert_eq!(source.rehearsals.load(Ordering::SeqCst), 4, "not more often than needed");
+    check_guest(&arrived(&factory));
+}
+
 #[test]
 fn memory_is_compared_when_asked() {
     let (receiver, factory) = receiver();

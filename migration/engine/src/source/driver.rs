@@ -1,5 +1,7 @@
 //! The source's thread: does what the protocol's machine says, and tells it what came of that.
 
+mod decide;
+
 use super::MigrateOptions;
 use super::events::Event;
 use super::lanes::{Lanes, Sent};
@@ -10,8 +12,7 @@ use crate::report::{Outcome, Phases, Report, Status};
 use crate::{GuestCheck, RunState, SourceVmm, VmmError, chain, host};
 use crossbeam_channel::Sender;
 use martlet_policy::{
-    self as policy, AutoConverge, Convergence, Measurements, Pacer, Prediction, RoundResult,
-    default_channels, predict,
+    AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
 use martlet_protocol::{
     Decision, Failure, RunPermit, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome,
@@ -21,7 +22,7 @@ use martlet_ram::{
 };
 use martlet_transport::{Address, ControlLink, connect, monotonic_now, wait_any};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
-use martlet_wire::control::{Alive, Committed, Control, MigrationId, Setup, WireRange};
+use martlet_wire::control::{Alive, Committed, MigrationId, Setup, WireRange};
 use martlet_wire::hello::Hello;
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -96,8 +97,10 @@ struct Driver<'ram> {
     round: Option<Round>,
     rounds: u32,
     last_sync: Instant,
-    /// The next round begins then.
-    rest_until: Option<Instant>,
+    /// What to do next, and when.
+    rest: Option<(Instant, Decision)>,
+    /// The round behind which the stop was rehearsed the last time.
+    rehearsed_round: Option<u32>,
     /// A chunk that no lane had room for.
     held: Option<Chunk>,
     /// Events for the machine that came up while an action was performed.
@@ -181,7 +184,8 @@ impl<'ram> Driver<'ram> {
             round: None,
             rounds: 0,
             last_sync: now,
-            rest_until: None,
+            rest: None,
+            rehearsed_round: None,
             held: None,
             pending: VecDeque::new(),
             moments: None,
@@ -375,9 +379,11 @@ impl<'ram> Driver<'ram> {
     }
 
     fn end_rest(&mut self) {
-        if self.rest_until.is_some_and(|until| until <= monotonic_now()) {
-            self.rest_until = None;
-            self.tell(SourceEvent::Decided(Decision::NextRound));
+        if let Some((until, decision)) = self.rest
+            && until <= monotonic_now()
+        {
+            self.rest = None;
+            self.tell(SourceEvent::Decided(decision));
         }
     }
 
@@ -392,7 +398,7 @@ impl<'ram> Driver<'ram> {
         if let Some(at) = self.machine.poll_timeout() {
             limit = limit.min(at.since(now));
         }
-        if let Some(at) = self.rest_until {
+        if let Some((at, _)) = self.rest {
             limit = limit.min(at.since(now));
         }
         if self.is_handing_out() {
@@ -461,85 +467,6 @@ impl<'ram> Driver<'ram> {
         if self.control_open {
             self.control_open = false;
             self.tell(SourceEvent::ControlLost { reason });
-        }
-    }
-
-    /// Takes from a message what is measured.
-    fn note(&mut self, message: &Control) {
-        match message {
-            Control::RoundReceived(received) => {
-                let sent = self.sent.bytes.load(Ordering::Relaxed);
-                if let Some(round) = &mut self.round
-                    && round.number == received.round
-                {
-                    let took = monotonic_now().since(round.started);
-                    round.took = Some(took);
-                    let bytes = ByteCount(sent - round.bytes_before);
-                    if bytes >= BANDWIDTH_SAMPLE_MIN || self.measured.bandwidth == BytesPerSec(0) {
-                        self.measured.bandwidth = BytesPerSec::measured(bytes, took);
-                    }
-                }
-            }
-            Control::SetupDone(done) => {
-                let here = host::boot_id();
-                self.same_host = done.boot_id == here && here != [0; 16];
-            }
-            Control::Rehearsed(rehearsed) => {
-                self.measured.load = Duration::from_nanos(rehearsed.load_ns);
-                self.measured.start = Duration::from_nanos(rehearsed.start_ns);
-            }
-            _ => {}
-        }
-    }
-
-    /// A round is over: what did the guest do meanwhile, and is it time?
-    fn decide(&mut self) {
-        let (Some(tracker), Some(round)) = (&mut self.tracker, self.round) else { return };
-        let before = monotonic_now();
-        if let Err(error) = tracker.sync(&self.dirty) {
-            return self.host_failed("cannot track dirty pages", &error);
-        }
-        let now = monotonic_now();
-        let since_sync = now.since(self.last_sync);
-        self.last_sync = now;
-        let dirty = PageCount(self.dirty.count());
-        self.measured.sync = now.since(before);
-        self.measured.dirty = dirty;
-        self.measured.round_trip = self.machine.round_trip().unwrap_or_default();
-        let prediction = predict(&self.measured);
-        self.prediction = Some(prediction);
-        let result = RoundResult {
-            sent: PageCount(round.pages),
-            duration: round.took.unwrap_or(since_sync),
-            dirty,
-            prediction,
-        };
-        let limit = self.shared.downtime_limit();
-        self.machine.set_downtime_limit(limit);
-        let decision = self.convergence.after_round(&result, limit);
-        self.shared.update(|progress| {
-            progress.dirty_pages_per_s = per_second(dirty, since_sync);
-            progress.predicted_blackout = Some(prediction.total());
-            progress.throttle_percent = self.convergence.throttle_percent();
-        });
-        match decision {
-            policy::Decision::Switchover => self.tell(SourceEvent::Decided(Decision::Switchover)),
-            policy::Decision::NextRound { throttle_percent, rest } => {
-                self.vmm.set_throttle(throttle_percent);
-                self.rest_until = Some(now.after(rest));
-            }
-        }
-    }
-
-    fn rehearse(&mut self) {
-        match self.vmm.rehearse() {
-            Ok(rehearsal) => {
-                self.measured.pause = rehearsal.pause;
-                self.measured.save = rehearsal.save;
-                self.measured.state = ByteCount(rehearsal.state.len() as u64);
-                self.tell(SourceEvent::Rehearsed { state: rehearsal.state });
-            }
-            Err(error) => self.host_failed("cannot rehearse the stop", &error),
         }
     }
 
@@ -787,12 +714,4 @@ impl<'ram> Driver<'ram> {
 
 fn unresolved(reason: String) -> VmmError {
     VmmError { action: "resolve the migration".to_owned(), reason }
-}
-
-/// Smaller rounds measure the way's latency, not its width.
-const BANDWIDTH_SAMPLE_MIN: ByteCount = ByteCount(1 << 20);
-
-fn per_second(pages: PageCount, time: Duration) -> u64 {
-    let nanos = time.as_nanos().max(1);
-    u64::try_from(u128::from(pages.0) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
 }

@@ -47,6 +47,9 @@ pub struct FakeVmm {
     pub burst: AtomicU64,
     pub fail_load: AtomicBool,
     pub fail_save: AtomicBool,
+    /// So many of the next rehearsals measure a host that had something else to do.
+    pub slow_rehearsals: AtomicU64,
+    pub rehearsals: AtomicU64,
 }
 
 impl FakeVmm {
@@ -66,6 +69,8 @@ impl FakeVmm {
             burst: AtomicU64::new(4),
             fail_load: AtomicBool::new(false),
             fail_save: AtomicBool::new(false),
+            slow_rehearsals: AtomicU64::new(0),
+            rehearsals: AtomicU64::new(0),
         });
         let guest = Arc::clone(&vmm);
         std::thread::spawn(move || guest.guest_thread());
@@ -220,8 +225,10 @@ impl SourceVmm for FakeVmm {
     }
 
     fn rehearse(&self) -> Result<Rehearsal, VmmError> {
+        let number = self.rehearsals.fetch_add(1, Ordering::SeqCst);
+        let slow = number < self.slow_rehearsals.load(Ordering::SeqCst);
         Ok(Rehearsal {
-            pause: Duration::from_micros(100),
+            pause: if slow { Duration::from_secs(10) } else { Duration::from_micros(100) },
             save: Duration::from_micros(10),
             state: self.counter.load(Ordering::SeqCst).to_le_bytes().to_vec(),
         })

@@ -1,0 +1,108 @@
+//! What is measured while the guest runs, and what follows from it.
+
+use super::Driver;
+use crate::host;
+use martlet_policy::{self as policy, RoundResult, predict};
+use martlet_protocol::{Decision, SourceEvent};
+use martlet_transport::monotonic_now;
+use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use martlet_wire::control::Control;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Smaller rounds measure the way's latency, not its width.
+const BANDWIDTH_SAMPLE_MIN: ByteCount = ByteCount(1 << 20);
+
+fn per_second(pages: PageCount, time: Duration) -> u64 {
+    let nanos = time.as_nanos().max(1);
+    u64::try_from(u128::from(pages.0) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
+}
+
+impl Driver<'_> {
+    /// Takes from a message what is measured.
+    pub(super) fn note(&mut self, message: &Control) {
+        match message {
+            Control::RoundReceived(received) => {
+                let sent = self.sent.bytes.load(Ordering::Relaxed);
+                if let Some(round) = &mut self.round
+                    && round.number == received.round
+                {
+                    let took = monotonic_now().since(round.started);
+                    round.took = Some(took);
+                    let bytes = ByteCount(sent - round.bytes_before);
+                    if bytes >= BANDWIDTH_SAMPLE_MIN || self.measured.bandwidth == BytesPerSec(0) {
+                        self.measured.bandwidth = BytesPerSec::measured(bytes, took);
+                    }
+                }
+            }
+            Control::SetupDone(done) => {
+                let here = host::boot_id();
+                self.same_host = done.boot_id == here && here != [0; 16];
+            }
+            Control::Rehearsed(rehearsed) => {
+                self.measured.load = Duration::from_nanos(rehearsed.load_ns);
+                self.measured.start = Duration::from_nanos(rehearsed.start_ns);
+            }
+            _ => {}
+        }
+    }
+
+    /// A round is over: what did the guest do meanwhile, and is it time?
+    pub(super) fn decide(&mut self) {
+        let (Some(tracker), Some(round)) = (&mut self.tracker, self.round) else { return };
+        let before = monotonic_now();
+        if let Err(error) = tracker.sync(&self.dirty) {
+            return self.host_failed("cannot track dirty pages", &error);
+        }
+        let now = monotonic_now();
+        let since_sync = now.since(self.last_sync);
+        let dirty = PageCount(self.dirty.count());
+        self.measured.sync = now.since(before);
+        self.measured.dirty = dirty;
+        self.measured.round_trip = self.machine.round_trip().unwrap_or_default();
+        let prediction = predict(&self.measured);
+        self.prediction = Some(prediction);
+        let result = RoundResult {
+            sent: PageCount(round.pages),
+            duration: round.took.unwrap_or(since_sync),
+            dirty,
+            prediction,
+        };
+        let limit = self.shared.downtime_limit();
+        self.machine.set_downtime_limit(limit);
+        let decision = self.convergence.after_round(&result, limit);
+        self.shared.update(|progress| {
+            progress.dirty_pages_per_s = per_second(dirty, since_sync);
+            progress.predicted_blackout = Some(prediction.total());
+            progress.throttle_percent = self.convergence.throttle_percent();
+        });
+        match decision {
+            policy::Decision::Switchover => self.tell(SourceEvent::Decided(Decision::Switchover)),
+            policy::Decision::NextRound { throttle_percent, rest } => {
+                self.vmm.set_throttle(throttle_percent);
+                let doubtful = prediction.fixed() > limit;
+                let next = if doubtful && self.rehearsed_round != Some(round.number) {
+                    // No round makes that shorter, but it may have been measured at a bad moment.
+                    Decision::RehearseAgain
+                } else {
+                    self.last_sync = now;
+                    Decision::NextRound
+                };
+                self.rest = Some((now.after(rest), next));
+            }
+        }
+    }
+
+    pub(super) fn rehearse(&mut self) {
+        self.rehearsed_round = self.round.map(|round| round.number);
+        match self.vmm.rehearse() {
+            Ok(rehearsal) => {
+                self.measured.pause = rehearsal.pause;
+                self.measured.save = rehearsal.save;
+                self.measured.state = ByteCount(rehearsal.state.len() as u64);
+                self.tell(SourceEvent::Rehearsed { state: rehearsal.state });
+            }
+            Err(error) => self.host_failed("cannot rehearse the stop", &error),
+        }
+    }
+}
