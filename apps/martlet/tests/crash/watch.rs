@@ -128,10 +128,11 @@ impl Pair {
                 }
             }
             if Instant::now() > deadline {
-                let (source, destination) = (self.source.status(), self.destination.status());
+                let raw = |side: &Watched| side.migration.as_ref().map(|m| m.raw.to_string());
                 return Err(format!(
-                    "nothing settles within {SETTLE_MAX:?}: source {source}, destination \
-                     {destination}"
+                    "nothing settles within {SETTLE_MAX:?}: source {:?}, destination {:?}",
+                    raw(&self.source),
+                    raw(&self.destination)
                 ));
             }
             std::thread::sleep(LOOK_INTERVAL);
