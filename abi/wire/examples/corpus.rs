@@ -36,7 +36,12 @@ fn messages() -> Vec<Control> {
         Control::Commit(Commit { migration, last_round: 8, running: true }),
         Control::Committed(Committed { commit_ns: 1, ready_ns: 2, started_ns: 3 }),
         Control::CommitRefused(Abandon::because("no room")),
-        Control::Alive(Alive { first_heartbeat_ns: Some(77), cpu_ns: 9 }),
+        Control::Alive(Alive {
+            first_heartbeat_ns: Some(77),
+            cpu_ns: 9,
+            load_begin_ns: None,
+            load_end_ns: None,
+        }),
         Control::Ping(Ping { sent_ns: 1 << 40 }),
         Control::Pong(Pong { sent_ns: 1 << 40, answered_ns: 3 }),
         Control::Abandon(Abandon::because("cancelled")),

@@ -173,6 +173,12 @@ pub struct Alive {
     /// CPU time of the destination process during the migration.
     #[n(1)]
     pub cpu_ns: u64,
+    /// When the loading of the last state began, on the destination's clock.
+    #[n(2)]
+    pub load_begin_ns: Option<u64>,
+    /// When it ended.
+    #[n(3)]
+    pub load_end_ns: Option<u64>,
 }
 
 /// A clock probe.

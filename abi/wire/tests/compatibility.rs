@@ -48,7 +48,15 @@ fn old_reads_new() {
 fn new_reads_old() {
     let body = minicbor::to_vec(&OlderAlive { cpu_ns: 9 }).unwrap();
     let read = Control::decode(Kind::ALIVE, &body).unwrap();
-    assert_eq!(read, Control::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 9 }));
+    assert_eq!(
+        read,
+        Control::Alive(Alive {
+            first_heartbeat_ns: None,
+            cpu_ns: 9,
+            load_begin_ns: None,
+            load_end_ns: None
+        })
+    );
 }
 
 #[test]

@@ -131,9 +131,23 @@ fn control_messages() {
         &format!("a3 00 50 {ID_HEX} 01 07 02 f5"),
     );
     check(&Control::CommitRefused(Abandon::because("no")), 13, "a1 00 62 6e6f");
-    check(&Control::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 5 }), 14, "a1 01 05");
     check(
-        &Control::Alive(Alive { first_heartbeat_ns: Some(1 << 32), cpu_ns: 5 }),
+        &Control::Alive(Alive {
+            first_heartbeat_ns: None,
+            cpu_ns: 5,
+            load_begin_ns: None,
+            load_end_ns: None,
+        }),
+        14,
+        "a1 01 05",
+    );
+    check(
+        &Control::Alive(Alive {
+            first_heartbeat_ns: Some(1 << 32),
+            cpu_ns: 5,
+            load_begin_ns: None,
+            load_end_ns: None,
+        }),
         14,
         "a2 00 1b 0000000100000000 01 05",
     );

@@ -56,6 +56,7 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
         barriers: Vec::new(),
         awake_until: None,
         awake_bytes: 0,
+        loading: None,
         heartbeat_until: None,
         cpu_before: host::process_cpu(),
         outcome: None,
@@ -81,6 +82,8 @@ struct Attempt {
     /// Set while the thread waits without sleeping.
     awake_until: Option<Instant>,
     awake_bytes: u64,
+    /// When the last loading of a state began and ended.
+    loading: Option<(Instant, Instant)>,
     /// Set while the first heartbeat is looked for.
     heartbeat_until: Option<Instant>,
     cpu_before: Duration,
@@ -216,10 +219,13 @@ impl Attempt {
 
     fn load_state(&mut self, bytes: &[u8]) {
         let Some(vmm) = &self.vmm else { return };
-        let before = monotonic_now();
-        let event = match vmm.load_state(bytes) {
+        let begin = monotonic_now();
+        let loaded = vmm.load_state(bytes);
+        let end = monotonic_now();
+        self.loading = Some((begin, end));
+        let event = match loaded {
             Ok(start) => DestinationEvent::StateLoaded {
-                load_ns: nanos(monotonic_now().since(before)),
+                load_ns: nanos(end.since(begin)),
                 start_ns: nanos(start),
             },
             Err(error) => DestinationEvent::LoadFailed { reason: error.to_string() },
@@ -292,6 +298,8 @@ impl Attempt {
         self.tell(DestinationEvent::Alive(Alive {
             first_heartbeat_ns: first.map(|moment| moment.0),
             cpu_ns: nanos(cpu),
+            load_begin_ns: self.loading.map(|(begin, _)| begin.0),
+            load_end_ns: self.loading.map(|(_, end)| end.0),
         }));
     }
 

@@ -46,6 +46,11 @@ impl Remote {
         Instant(there_ns.saturating_add_signed(self.offset_ns.saturating_neg()))
     }
 
+    fn loading(&self) -> Option<(Instant, Instant)> {
+        let alive = self.alive?;
+        Some((self.here(alive.load_begin_ns?), self.here(alive.load_end_ns?)))
+    }
+
     fn first_heartbeat(&self) -> Option<Instant> {
         self.alive?.first_heartbeat_ns.map(|ns| self.here(ns))
     }
@@ -110,8 +115,14 @@ pub(super) fn timeline(
         let [commit, ready, started] =
             [remote.committed.commit_ns, remote.committed.ready_ns, remote.committed.started_ns]
                 .map(|ns| remote.here(ns));
-        spans.push(span("commit travels", Side::Destination, moments.commit_sent, commit));
-        spans.push(span("load state, await pages", Side::Destination, commit, ready));
+        // The state is read before the commit behind it, and loaded at once.
+        if let Some((begin, end)) = remote.loading() {
+            spans.push(span("state travels", Side::Destination, moments.state_saved, begin));
+            spans.push(span("load state", Side::Destination, begin, end));
+        } else {
+            spans.push(span("commit travels", Side::Destination, moments.commit_sent, commit));
+        }
+        spans.push(span("await last pages", Side::Destination, commit, ready));
         spans.push(span("start vCPUs", Side::Destination, ready, started));
         if let Some(first) = remote.first_heartbeat() {
             spans.push(span("first heartbeat", Side::Destination, started, first));
@@ -150,7 +161,12 @@ mod tests {
                 ready_ns: there(1_200_000),
                 started_ns: there(1_210_000),
             },
-            alive: Some(Alive { first_heartbeat_ns: Some(there(1_400_000)), cpu_ns: 0 }),
+            alive: Some(Alive {
+                first_heartbeat_ns: Some(there(1_400_000)),
+                cpu_ns: 0,
+                load_begin_ns: Some(there(1_105_000)),
+                load_end_ns: Some(there(1_125_000)),
+            }),
             offset_ns,
             error,
         }

@@ -83,7 +83,12 @@ fn events() -> Vec<DestinationEvent> {
         DestinationEvent::LoadFailed { reason: reason() },
         DestinationEvent::OwnDigest([3; 32]),
         DestinationEvent::Started { at: T0 },
-        DestinationEvent::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 0 }),
+        DestinationEvent::Alive(Alive {
+            first_heartbeat_ns: None,
+            cpu_ns: 0,
+            load_begin_ns: None,
+            load_end_ns: None,
+        }),
         DestinationEvent::Cancel { reason: reason() },
         DestinationEvent::ControlLost { reason: reason() },
     ];

@@ -94,7 +94,12 @@ fn inputs() -> Vec<(Kind, Input)> {
         message(Control::Rehearsed(Rehearsed { load_ns: 1, start_ns: 1 })),
         message(Control::Committed(committed())),
         message(Control::CommitRefused(why.clone())),
-        message(Control::Alive(Alive { first_heartbeat_ns: None, cpu_ns: 0 })),
+        message(Control::Alive(Alive {
+            first_heartbeat_ns: None,
+            cpu_ns: 0,
+            load_begin_ns: None,
+            load_end_ns: None,
+        })),
         message(Control::Abandon(why)),
         message(Control::Pong(Pong { sent_ns: 0, answered_ns: 0 })),
         message(Control::AskDigest),
