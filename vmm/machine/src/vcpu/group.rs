@@ -7,7 +7,7 @@
 use super::backend::{BackendError, VcpuBackend};
 use super::orders::{Order, Orders, Task, Then};
 use super::shared::{Exchange, Seat, Shared, lock};
-use super::thread::{THROTTLE_RUN, VcpuThread, throttle_sleep};
+use super::thread::{THROTTLE_RUN, VcpuThread};
 use crate::EndCause;
 use crate::clock;
 use crate::devices::Bus;
@@ -72,7 +72,7 @@ impl Group {
                     let _ = ready.send(prepared);
                     drop((ready, prepare));
                     let order = Order::FIRST;
-                    VcpuThread { number: number_u32, backend, shared, order, throttle_tick: 0 }
+                    VcpuThread { number: number_u32, backend, shared, order, running_since: None }
                         .main();
                 });
             let thread = thread.map_err(BackendError::host("start a vCPU thread"))?;
@@ -193,7 +193,7 @@ impl Group {
     /// while it is not 0.
     pub(crate) fn set_throttle(&self, percent: u8) -> io::Result<()> {
         let percent = percent.min(99);
-        self.shared.throttle.percent.store(percent, Ordering::Relaxed);
+        self.shared.throttle_percent.store(percent, Ordering::Relaxed);
         let mut throttler = lock(&self.throttler);
         if percent == 0 {
             if let Some(Throttler { thread, stop }) = throttler.take() {
@@ -204,16 +204,9 @@ impl Group {
             let (stop, stopped) = mpsc::channel::<()>();
             let shared = Arc::clone(&self.shared);
             let thread = std::thread::Builder::new().name("throttle".into()).spawn(move || {
-                loop {
-                    let percent = u32::from(shared.throttle.percent.load(Ordering::Relaxed));
-                    let period = THROTTLE_RUN + throttle_sleep(percent);
-                    match stopped.recv_timeout(period) {
-                        Err(RecvTimeoutError::Timeout) => {
-                            shared.throttle.tick.fetch_add(1, Ordering::Relaxed);
-                            shared.kick_all();
-                        }
-                        Ok(()) | Err(RecvTimeoutError::Disconnected) => return,
-                    }
+                // Whether a vCPU has run long enough it knows itself; it only has to look.
+                while stopped.recv_timeout(THROTTLE_RUN) == Err(RecvTimeoutError::Timeout) {
+                    shared.kick_all();
                 }
             })?;
             *throttler = Some(Throttler { thread, stop });

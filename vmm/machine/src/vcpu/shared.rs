@@ -5,7 +5,7 @@ use super::countdown::Countdown;
 use super::orders::Orders;
 use crate::EndCause;
 use crate::devices::Bus;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,7 +21,8 @@ pub(crate) struct Shared {
     pub(crate) done: Countdown,
     pub(crate) seats: Box<[Seat]>,
     pub(crate) bus: Arc<Bus>,
-    pub(crate) throttle: Throttle,
+    /// How much of its time the guest loses, 0 to 99 per cent.
+    pub(crate) throttle_percent: AtomicU8,
     ended: AtomicBool,
     ended_because: Mutex<Option<EndCause>>,
 }
@@ -44,15 +45,6 @@ pub(crate) struct Exchange {
     pub(crate) loaded: Option<Result<Duration, BackendError>>,
 }
 
-/// How much time the guest loses.
-#[derive(Default)]
-pub(crate) struct Throttle {
-    /// 0 to 99.
-    pub(crate) percent: AtomicU8,
-    /// Grows by one each time that running vCPUs are to sleep.
-    pub(crate) tick: AtomicU32,
-}
-
 impl Shared {
     pub(crate) fn new(orders: Orders, seats: Box<[Seat]>, bus: Arc<Bus>) -> Shared {
         Shared {
@@ -61,7 +53,7 @@ impl Shared {
             done: Countdown::default(),
             seats,
             bus,
-            throttle: Throttle::default(),
+            throttle_percent: AtomicU8::new(0),
             ended: AtomicBool::new(false),
             ended_because: Mutex::new(None),
         }

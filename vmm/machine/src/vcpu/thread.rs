@@ -4,12 +4,14 @@ use super::backend::{BackendError, Exit, VcpuBackend};
 use super::orders::{Order, Task, Then};
 use super::shared::{Exchange, Shared, lock};
 use crate::EndCause;
+use crate::clock;
 use crate::devices::Effect;
+use martlet_units::Instant;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a throttled vCPU runs between two sleeps.
+/// How long a throttled vCPU runs between two sleeps, at least.
 pub(super) const THROTTLE_RUN: Duration = Duration::from_millis(10);
 
 /// Parts of one instruction that are served while its vCPU is on its way out.
@@ -21,7 +23,8 @@ pub(super) struct VcpuThread {
     pub(super) shared: Arc<Shared>,
     /// The order that was last carried out, or is being.
     pub(super) order: Order,
-    pub(super) throttle_tick: u32,
+    /// While throttled: since when the guest runs.
+    pub(super) running_since: Option<Instant>,
 }
 
 impl VcpuThread {
@@ -129,27 +132,29 @@ impl VcpuThread {
         with(&mut lock(&self.shared.seats[self.number as usize].exchange));
     }
 
-    /// Sleeps if the throttle's timer has ticked since the last time, and says whether it did. An
-    /// order ends the sleep at once.
+    /// Sleeps if the guest is throttled and has run for its time, and says whether it did. An
+    /// order ends the sleep at once. A vCPU that was woken late still gets its time.
     fn throttle_is_due(&mut self) -> bool {
-        let throttle = &self.shared.throttle;
-        let tick = throttle.tick.load(Ordering::Relaxed);
-        if tick == self.throttle_tick {
-            return false;
-        }
-        self.throttle_tick = tick;
-        let percent = u32::from(throttle.percent.load(Ordering::Relaxed));
+        let percent = u32::from(self.shared.throttle_percent.load(Ordering::Relaxed));
         if percent == 0 {
+            self.running_since = None;
             return false;
         }
-        self.shared.orders.sleep(self.order, Some(throttle_sleep(percent)));
+        let now = clock::now();
+        let ran = now.since(*self.running_since.get_or_insert(now));
+        if ran < THROTTLE_RUN {
+            return false;
+        }
+        self.shared.orders.sleep(self.order, Some(throttle_sleep(percent, ran)));
+        self.running_since = None;
         true
     }
 }
 
-/// How long to sleep after [`THROTTLE_RUN`] so that the guest loses `percent` of its time.
-pub(super) fn throttle_sleep(percent: u32) -> Duration {
-    THROTTLE_RUN * percent / (100 - percent.min(99))
+/// How long to sleep after running for `ran`, so that the guest loses `percent` of its time. A
+/// vCPU whose thread did not get a processor meanwhile has not run for all of that time.
+fn throttle_sleep(percent: u32, ran: Duration) -> Duration {
+    ran.min(2 * THROTTLE_RUN) * percent / (100 - percent.min(99))
 }
 
 /// Gives the guest what it left for.
