@@ -125,6 +125,8 @@ impl Attempt {
             }
         }
         if let Err(error) = self.control.flush() {
+            // What the source said before it went comes first: it may be the commit.
+            self.read_control();
             self.lose_control(error.to_string());
         }
     }

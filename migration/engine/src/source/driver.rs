@@ -275,6 +275,8 @@ impl<'ram> Driver<'ram> {
 
     fn flush_control(&mut self) {
         if let Err(error) = self.control.flush() {
+            // What the peer said before it went comes first: it may be why, or the commit's answer.
+            self.read_control();
             self.lose_control(error.to_string());
         }
     }
@@ -414,11 +416,10 @@ impl<'ram> Driver<'ram> {
         {
             return self.host_failed("cannot wait for events", &error);
         }
+        // The peer first: one of our own events may be the last before the commit.
+        self.read_control();
         while let Some(event) = self.shared.events.take() {
             self.on_own_event(event);
-        }
-        if self.control_open {
-            self.read_control();
         }
         let now = monotonic_now();
         if self.machine.poll_timeout().is_some_and(|at| at <= now) {
@@ -451,7 +452,7 @@ impl<'ram> Driver<'ram> {
     }
 
     fn read_control(&mut self) {
-        loop {
+        while self.control_open {
             match self.control.try_receive() {
                 Ok(Some(message)) => {
                     self.note(&message);
@@ -532,6 +533,9 @@ impl<'ram> Driver<'ram> {
                 if let Some(moments) = &mut self.moments {
                     moments.state_saved = monotonic_now();
                 }
+                // The commit comes next. A destination that is known to be gone must not get it:
+                // nobody could say later that it had not.
+                self.read_control();
                 self.tell(SourceEvent::StateSaved { bytes });
             }
             Err(error) => self.host_failed("cannot save the state", &error),
