@@ -124,7 +124,11 @@ fn run_all(make: MakePlan, seeds: Vec<u64>) -> Vec<Ending> {
             ),
         }
     };
-    seeds.into_iter().map(run).collect()
+    let endings = seeds.into_iter().map(run).collect();
+    for (words, times) in scene.words() {
+        println!("{times:>4} x {words}");
+    }
+    endings
 }
 
 /// For `--nocapture`.

@@ -3,7 +3,7 @@
 //! through all of it.
 
 use crate::desk::Desk;
-use crate::judge::{Ending, judge};
+use crate::judge::{DEADLINE_MIN, Ending, judge};
 use crate::log::Log;
 use crate::plan::{Plan, Side};
 use crate::process::{Guest, Process};
@@ -11,6 +11,7 @@ use crate::proxy::Proxy;
 use crate::qmp::Trouble;
 use crate::watch::{Pair, Watched};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -20,6 +21,9 @@ use std::time::{Duration, Instant};
 const CHECK_MAX: Duration = Duration::from_secs(60);
 /// Between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Migrations to which nothing is done, until one of them must be through.
+const PATIENT_ATTEMPTS: u32 = 4;
 
 /// A folder for sockets and logs. It stays after a failure, for whoever looks for its reason.
 struct Dir(PathBuf);
@@ -53,13 +57,15 @@ pub(crate) struct Scene {
     spare: Option<Process>,
     /// What a migration takes to which nothing happens.
     clean: Duration,
+    /// What survivors said of what had happened, and how often.
+    words: BTreeMap<String, u32>,
 }
 
 impl Scene {
     pub(crate) fn new() -> Result<Scene, String> {
         let (dir, log) = (Dir::new()?, Log::new());
-        let clean = Duration::from_millis(60);
-        let mut scene = Scene { dir, log, processes: 0, holder: None, spare: None, clean };
+        let (clean, words) = (Duration::from_millis(60), BTreeMap::new());
+        let mut scene = Scene { dir, log, processes: 0, holder: None, spare: None, clean, words };
         // For the measure.
         let source = scene.source(1)?;
         scene.move_on(source, None, &Plan::clean(false))?;
@@ -68,6 +74,21 @@ impl Scene {
 
     pub(crate) fn clean(&self) -> Duration {
         self.clean
+    }
+
+    /// What survivors said of what had happened, and how often.
+    pub(crate) fn words(&self) -> &BTreeMap<String, u32> {
+        &self.words
+    }
+
+    fn remember(&mut self, pair: &Pair, ending: Ending) {
+        for (side, error) in
+            [("source", pair.source.error()), ("destination", pair.destination.error())]
+        {
+            if !error.is_empty() {
+                *self.words.entry(format!("{ending:?}, {side}: {error}")).or_insert(0) += 1;
+            }
+        }
     }
 
     /// What happened in the last attempt.
@@ -127,8 +148,10 @@ impl Scene {
         if !pair.source.is_dead() {
             called.map_err(|e| format!("migrate: {e}"))?;
         }
-        let ending = judge(&mut pair, &desk, fired, fresh)?;
+        let slow = zero.elapsed() > DEADLINE_MIN;
+        let ending = judge(&mut pair, &desk, fired, slow, fresh)?;
         self.log.note(format!("{ending:?}"));
+        self.remember(&pair, ending);
         if ending == Ending::Undecided {
             self.stays_undecided(&mut pair, &proxy)?;
         }
@@ -177,25 +200,45 @@ impl Scene {
     }
 
     /// Moves a guest to which nothing is done. Every attempt that was abandoned is followed by
-    /// this one.
+    /// this one. A host that is far too busy may need several of them.
     fn move_on(
+        &mut self,
+        mut source: Process,
+        mut destination: Option<Process>,
+        plan: &Plan,
+    ) -> Result<(), String> {
+        for _ in 0..PATIENT_ATTEMPTS {
+            match self.try_move_on(source, destination, plan)? {
+                None => return Ok(()),
+                Some(stayed) => (source, destination) = (stayed, None),
+            }
+        }
+        Err("no migration ends within the protocol's deadlines".to_owned())
+    }
+
+    /// Returns the source if the guest stayed there because that took too long.
+    fn try_move_on(
         &mut self,
         mut source: Process,
         destination: Option<Process>,
         plan: &Plan,
-    ) -> Result<(), String> {
+    ) -> Result<Option<Process>, String> {
         let mut destination = destination.map_or_else(|| self.receiver(), Ok)?;
         let port = destination.port()?;
         self.log.note(format!("moving on from {} to {}", source.name, destination.name));
         let killer = (source.killer(), source.control().to_owned());
         let desk = Desk::new(*plan, self.log.clone(), killer, destination.killer());
         desk.disarm();
+        let zero = Instant::now();
         migrate(&mut source, port, plan).map_err(|e| format!("migrate again: {e}"))?;
         let mut pair = Pair::new(source, destination, self.log.clone());
         pair.settle(&desk)?;
         let report = pair.source.report();
         if pair.source.status() != "completed" || pair.destination.status() != "completed" {
             let (status, error) = (pair.source.status(), pair.source.error());
+            if status == "failed" && zero.elapsed() > DEADLINE_MIN {
+                return Ok(Some(pair.source.process));
+            }
             return Err(format!("the next migration {status}: {error}"));
         }
         if plan.verify && report["memory_equal"] != true {
@@ -207,7 +250,7 @@ impl Scene {
             self.clean = Duration::from_secs_f64(ms / 1e3);
         }
         self.holder = Some(pair.destination.process);
-        Ok(())
+        Ok(None)
     }
 
     /// Checks that a source whose destination died with the commit stays stopped whatever is asked

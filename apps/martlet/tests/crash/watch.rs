@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 /// Between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// How long everything may take. The longest way through the protocol's deadlines is a stalled
-/// data channel: 30 s until a round is given up.
-const SETTLE_MAX: Duration = Duration::from_secs(75);
+/// data channel: 30 s until a round is given up. The rest is for hosts that hang.
+const SETTLE_MAX: Duration = Duration::from_secs(150);
 /// A destination that nobody speaks to is taken to stay so after this long.
 const QUIET: Duration = Duration::from_millis(60);
 
