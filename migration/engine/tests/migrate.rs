@@ -88,6 +88,15 @@ fn memory_is_compared_when_asked() {
 }
 
 #[test]
+fn cleaning_up_delays_no_report() {
+    let (receiver, _factory) = receiver();
+    let source = FakeVmm::booted();
+    source.slow_farewell.store(true, Ordering::SeqCst);
+    let report = migrate(&source, &receiver, MigrateOptions::default());
+    assert!(report.destination_cpu.is_some(), "the sign of life was heard: {report:?}");
+}
+
+#[test]
 fn a_paused_guest_stays_paused() {
     let (receiver, factory) = receiver();
     let source = FakeVmm::booted();

@@ -106,7 +106,8 @@ impl Attempt {
                 self.sleep()
             }
             let now = monotonic_now();
-            if self.machine.poll_timeout().is_some_and(|at| at <= now) {
+            // What came in counts first, however late this thread is.
+            if self.pending.is_empty() && self.machine.poll_timeout().is_some_and(|at| at <= now) {
                 self.machine.on_timeout(now);
             }
             self.look_for_heartbeat(now);

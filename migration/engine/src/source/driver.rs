@@ -114,7 +114,6 @@ struct Driver<'ram> {
     memory_equal: Option<bool>,
     /// From the call to the destination's confirmation.
     total: Option<Duration>,
-    moved_away: bool,
     cpu_before: Duration,
     guest: Option<GuestCheck>,
     outcome: Option<SourceOutcome>,
@@ -195,7 +194,6 @@ impl<'ram> Driver<'ram> {
             alive: None,
             memory_equal: None,
             total: None,
-            moved_away: false,
             cpu_before: host::process_cpu(),
             guest: None,
             outcome: None,
@@ -267,7 +265,6 @@ impl<'ram> Driver<'ram> {
             SourceAction::MovedAway(committed) => {
                 self.total = Some(monotonic_now().since(self.shared.started));
                 self.committed = Some(committed);
-                self.move_away();
             }
             SourceAction::Finish(outcome) => self.outcome = Some(outcome),
         }
@@ -421,8 +418,9 @@ impl<'ram> Driver<'ram> {
         while let Some(event) = self.shared.events.take() {
             self.on_own_event(event);
         }
+        // What came in counts first, however late this thread is.
         let now = monotonic_now();
-        if self.machine.poll_timeout().is_some_and(|at| at <= now) {
+        if self.pending.is_empty() && self.machine.poll_timeout().is_some_and(|at| at <= now) {
             self.machine.on_timeout(now);
         }
     }
@@ -553,22 +551,19 @@ impl<'ram> Driver<'ram> {
         }
     }
 
-    /// The guest has left for good.
-    fn move_away(&mut self) {
-        if !self.moved_away {
-            self.moved_away = true;
-            self.guest = self.vmm.guest_check();
-            self.tracker = None;
-            self.vmm.moved_away();
-        }
+    /// Frees what the guest that has left for good needed here. Nobody waits for this.
+    fn tidy(&mut self) {
+        self.tracker = None;
+        self.vmm.moved_away();
     }
 
     /// The guest goes on here.
     fn resume(&mut self, permit: RunPermit, running: bool) {
-        self.tracker = None;
         self.vmm.set_throttle(0);
         let state = if running { RunState::Running } else { RunState::Paused };
         self.vmm.resume(permit, state);
+        // Takes milliseconds, so the guest does not wait for it.
+        self.tracker = None;
     }
 
     fn publish(&self) {
@@ -619,14 +614,20 @@ impl<'ram> Driver<'ram> {
             }
         };
         info!(?outcome, error = error.as_deref(), "the migration ended");
-        if outcome == Outcome::Completed {
-            self.move_away();
-        } else if outcome != Outcome::Undecided {
-            self.vmm.set_throttle(0);
+        match outcome {
+            Outcome::Completed => self.guest = self.vmm.guest_check(),
+            Outcome::Undecided => {}
+            // The next attempt may begin as soon as this one has reported.
+            Outcome::Failed | Outcome::Cancelled => {
+                self.vmm.set_throttle(0);
+                self.tracker = None;
+            }
         }
-        self.tracker = None;
         let report = self.report(outcome, error, total);
         self.shared.finish(status, report);
+        if outcome == Outcome::Completed {
+            self.tidy();
+        }
         if let Some(lanes) = self.lanes.take() {
             lanes.break_all();
             lanes.join();

@@ -47,6 +47,8 @@ pub struct FakeVmm {
     pub burst: AtomicU64,
     pub fail_load: AtomicBool,
     pub fail_save: AtomicBool,
+    /// Takes longer to clean up than the protocol waits for a sign of life.
+    pub slow_farewell: AtomicBool,
     /// So many of the next rehearsals measure a host that had something else to do.
     pub slow_rehearsals: AtomicU64,
     pub rehearsals: AtomicU64,
@@ -69,6 +71,7 @@ impl FakeVmm {
             burst: AtomicU64::new(4),
             fail_load: AtomicBool::new(false),
             fail_save: AtomicBool::new(false),
+            slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
             rehearsals: AtomicU64::new(0),
         });
@@ -259,7 +262,11 @@ impl SourceVmm for FakeVmm {
         self.let_run(permit, state);
     }
 
-    fn moved_away(&self) {}
+    fn moved_away(&self) {
+        if self.slow_farewell.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+    }
 
     fn last_heartbeat(&self) -> Option<Instant> {
         Some(Instant(self.heartbeat.load(Ordering::SeqCst)))
