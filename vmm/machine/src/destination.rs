@@ -121,6 +121,7 @@ impl DestinationVmm for Incoming {
     fn arm(&self, limit: Duration) {
         let control = lock(&self.machine.control);
         if control.phase == Phase::Waiting {
+            self.machine.vm.arm();
             self.machine.group.arm(limit);
         }
     }

@@ -156,9 +156,7 @@ impl Machine {
             description: Some(&description.backend),
         };
         let (memory, built) = build(&parts)?;
-        let machine = Machine::assemble(memory, built, endpoint, |_, vcpu| vcpu.warm_up())?;
-        machine.vm.warmed_up()?;
-        Ok(machine)
+        Machine::assemble(memory, built, endpoint, |_, vcpu| vcpu.warm_up())
     }
 
     fn assemble(

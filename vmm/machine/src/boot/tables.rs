@@ -10,7 +10,7 @@ use martlet_units::{Gpa, PAGE_SIZE};
 /// to write to the tables.
 pub(crate) const ENTRY_FLAGS: u64 = 0x67;
 /// The same for an entry that maps a large page itself.
-const LARGE_FLAGS: u64 = ENTRY_FLAGS | 0x80;
+pub(crate) const LARGE_FLAGS: u64 = ENTRY_FLAGS | 0x80;
 const ENTRIES: u64 = 512;
 const GIB: u64 = 1 << 30;
 const MIB2: u64 = 2 << 20;

@@ -7,7 +7,7 @@ use super::saved::{SavedHost, decode};
 use super::tsc::TscPlan;
 use super::vcpu::{KvmVcpu, VcpuCommon, VmLoads};
 use super::vm::{KvmCore, KvmVm, Tracker};
-use super::warm::WarmUp;
+use super::warm::{WarmUp, WarmVcpu};
 use crate::Tracking;
 use crate::dirty::{RING_ENTRIES, open_rings};
 use crate::memory::GuestMemory;
@@ -19,6 +19,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 /// Three pages below 4 GiB, in the hole, that Intel processors need for real mode (KVM_SET_TSS_ADDR)
@@ -78,12 +79,14 @@ pub(crate) fn build(
     let tsc_khz = set_tsc_rate(&core.fd, &fds, described.as_ref().map(|host| host.tsc_khz))?;
     let fd_has = |cap: u32| core.fd.check_extension_raw(cap.into()) > 0;
     let common = Arc::new(VcpuCommon {
+        ram: Arc::clone(memory.ram()),
         msrs: MsrTable::learn(&kvm_fd, first)?,
         xsave: XsaveSize::from_capability(core.fd.check_extension_raw(KVM_CAP_XSAVE2.into())),
         has_sregs2: fd_has(KVM_CAP_SREGS2),
         tsc_khz,
         tsc: TscPlan::default(),
         vm_loads: VmLoads::default(),
+        is_armed: AtomicBool::new(false),
         has_nested_state: fd_has(KVM_CAP_NESTED_STATE),
         has_pre_fault: fd_has(KVM_CAP_PRE_FAULT_MEMORY),
     });
@@ -95,25 +98,25 @@ pub(crate) fn build(
         (Tracker::Log, std::iter::repeat_with(|| None).take(fds.len()).collect::<Vec<_>>())
     };
     let warm_up = match described {
-        Some(_) => Some(Arc::new(WarmUp::begin(&core.fd, memory.ram())?)),
+        Some(_) => Some(Arc::new(WarmUp::begin(&core.fd, memory.ram(), options.vcpus)?)),
         None => None,
     };
     let run_bytes = kvm("KVM_GET_VCPU_MMAP_SIZE", kvm_fd.get_vcpu_mmap_size())?;
-    let vcpus = fds
-        .into_iter()
-        .zip(shares)
-        .map(|(fd, share)| {
-            let vcpu = KvmVcpu::new(fd, run_bytes, share, Arc::clone(&common), warm_up.clone())?;
+    let vcpus = (0..)
+        .zip(fds.into_iter().zip(shares))
+        .map(|(number, (fd, share))| {
+            let warm = warm_up.as_ref().map(|warm_up| WarmVcpu::new(warm_up, number));
+            let vcpu = KvmVcpu::new(fd, run_bytes, share, Arc::clone(&common), warm)?;
             Ok(Box::new(vcpu) as Box<dyn VcpuBackend>)
         })
         .collect::<Result<_, BackendError>>()?;
     let vm = KvmVm {
         core,
+        _warm_up: warm_up,
         memory: Arc::clone(memory),
         common,
         host: SavedHost { cpuid, tsc_khz },
         tracker,
-        warm_up: Mutex::new(warm_up),
         loaded: Mutex::new(None),
     };
     Ok(Built { vm: Arc::new(vm), vcpus })

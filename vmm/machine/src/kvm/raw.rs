@@ -59,13 +59,6 @@ pub(crate) fn set_slot(vm: &VmFd, slot: u32, flags: u32, region: &RamRegion) -> 
     check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
 }
 
-/// Takes a slot out of a VM.
-pub(crate) fn remove_slot(vm: &VmFd, slot: u32) -> io::Result<()> {
-    let memory = kvm_userspace_memory_region { slot, ..Default::default() };
-    // SAFETY: a slot of size 0 is removed; no memory is given.
-    check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
-}
-
 /// Reads a slot's whole dirty log: bit `b` of word `w` is page `64 * w + b`. `words` must have one
 /// bit for each page, rounded up to 64.
 pub(crate) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64]) -> io::Result<()> {

@@ -1,8 +1,9 @@
 //! Registers of a vCPU at the start of a new guest.
 
+use super::saved::SavedSregs;
 use crate::vcpu::backend::{BackendError, Level3Tables, Start};
 use kvm_bindings::{
-    KVM_MP_STATE_RUNNABLE, kvm_fpu, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
+    KVM_MP_STATE_RUNNABLE, kvm_fpu, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events,
 };
 use kvm_ioctls::VcpuFd;
 use std::io;
@@ -14,6 +15,7 @@ const CR0_NE: u64 = 1 << 5;
 const CR0_WP: u64 = 1 << 16;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
+const CR4_LA57: u64 = 1 << 12;
 const CR4_OSFXSR: u64 = 1 << 9;
 const CR4_OSXMMEXCPT: u64 = 1 << 10;
 const EFER_LME: u64 = 1 << 8;
@@ -64,6 +66,22 @@ pub(super) fn apply(fd: &VcpuFd, start: &Start) -> Result<(), BackendError> {
     kvm("KVM_SET_FPU", fd.set_fpu(&fpu))?;
     kvm("KVM_SET_SREGS", fd.set_sregs(&sregs))?;
     kvm("KVM_SET_REGS", fd.set_regs(&regs))
+}
+
+/// Forgets events that were loaded: an interrupt or exception that was under way.
+pub(super) fn clear_events(fd: &VcpuFd) -> Result<(), BackendError> {
+    kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&kvm_vcpu_events::default()))
+}
+
+/// Gives a vCPU that is at a [`Start::Level3`] the paging mode of a saved one, if that pages in the
+/// same way, so that what KVM makes of its page tables is good for both.
+pub(super) fn apply_mode(fd: &VcpuFd, saved: &SavedSregs) -> Result<(), BackendError> {
+    if saved.efer & EFER_LMA == 0 || saved.cr4 & CR4_LA57 != 0 || saved.cr0 & CR0_PG == 0 {
+        return Ok(());
+    }
+    let mut sregs = kvm("KVM_GET_SREGS", fd.get_sregs())?;
+    (sregs.cr0, sregs.cr4, sregs.efer) = (saved.cr0, saved.cr4, saved.efer);
+    kvm("KVM_SET_SREGS", fd.set_sregs(&sregs))
 }
 
 fn kvm<T>(

@@ -5,7 +5,7 @@ use super::msrs::MsrTable;
 use super::raw::{self, RunArea, XsaveSize};
 use super::saved::{SavedVcpu, decode, encode};
 use super::tsc::TscPlan;
-use super::warm::{self, WarmUp};
+use super::warm::{self, BLOCK_BYTES, WarmVcpu};
 use super::{start, state};
 use crate::clock;
 use crate::dirty::RingShare;
@@ -15,16 +15,18 @@ use kvm_bindings::{
     KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_EXIT_SYSTEM_EVENT, KVM_SYSTEM_EVENT_RESET,
 };
 use kvm_ioctls::VcpuFd;
-use martlet_units::PAGE_SIZE;
+use martlet_ram::GuestRam;
+use martlet_units::{Gpa, PAGE_SIZE};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Exits for nothing of interest before the one that ends the warm-up.
-const WARM_UP_EXITS_MAX: u32 = 1000;
+/// Exits for nothing of interest before the one that ends a run of our own code.
+const OWN_EXITS_MAX: u32 = 1000;
 
 /// What the vCPUs of a VM have in common.
 pub(super) struct VcpuCommon {
+    pub(super) ram: Arc<GuestRam>,
     pub(super) msrs: MsrTable,
     pub(super) xsave: XsaveSize,
     pub(super) has_sregs2: bool,
@@ -33,6 +35,19 @@ pub(super) struct VcpuCommon {
     pub(super) has_nested_state: bool,
     pub(super) has_pre_fault: bool,
     pub(super) vm_loads: VmLoads,
+    /// The blackout is near.
+    pub(super) is_armed: AtomicBool,
+}
+
+impl VcpuCommon {
+    /// Whether all of this is guest memory.
+    fn is_ram(&self, gpa: u64, bytes: u64) -> bool {
+        let (first, last) = (Gpa(gpa).to_gfn(), Gpa(gpa + bytes - 1).to_gfn());
+        match (self.ram.find(first), self.ram.find(last)) {
+            (Some((a, page)), Some((b, last))) => a == b && last - page == bytes / PAGE_SIZE - 1,
+            _ => false,
+        }
+    }
 }
 
 /// Whether the VM's own part of a state is being loaded, which some of a vCPU's must follow.
@@ -64,13 +79,12 @@ pub(super) struct KvmVcpu {
     ring: Option<RingShare>,
     kicker: Arc<KvmKicker>,
     common: Arc<VcpuCommon>,
-    warm_up: Option<Arc<WarmUp>>,
+    /// At a destination, until its guest starts.
+    warm: Option<WarmVcpu>,
     /// The last exit was an access whose instruction is not complete.
     is_io_pending: bool,
     /// What was loaded last; the guest has not run since.
     loaded: Option<SavedVcpu>,
-    /// Pages that were mapped for it.
-    pre_faulted: [Option<u64>; 3],
     fd: VcpuFd,
 }
 
@@ -80,22 +94,12 @@ impl KvmVcpu {
         run_bytes: usize,
         ring: Option<RingShare>,
         common: Arc<VcpuCommon>,
-        warm_up: Option<Arc<WarmUp>>,
+        warm: Option<WarmVcpu>,
     ) -> Result<KvmVcpu, BackendError> {
         let map = || RunArea::map(&fd, run_bytes).map_err(BackendError::host("map kvm_run"));
         let (area, kickers_area) = (map()?, map()?);
         let kicker = Arc::new(KvmKicker::new(kickers_area));
-        Ok(KvmVcpu {
-            area,
-            ring,
-            kicker,
-            common,
-            warm_up,
-            is_io_pending: false,
-            loaded: None,
-            pre_faulted: [None; 3],
-            fd,
-        })
+        Ok(KvmVcpu { area, ring, kicker, common, warm, is_io_pending: false, loaded: None, fd })
     }
 
     /// Enters the guest, or only completes pending I/O if the kicker says so. `None` if it left
@@ -150,25 +154,50 @@ impl KvmVcpu {
         }
     }
 
-    /// Maps the pages that the vCPU needs first, where KVM can do that ahead of time (Linux 6.11,
-    /// with two-dimensional paging). A page that was mapped for the state before is not asked for
-    /// again; one that can't be mapped is mapped when it is used.
-    fn pre_fault(&mut self, saved: &SavedVcpu) {
-        if !self.common.has_pre_fault {
-            return;
+    /// Blocks of guest memory that the vCPU needs first: its code, its stack.
+    fn first_blocks(&self, saved: &SavedVcpu) -> Vec<u64> {
+        let block = |linear| {
+            let translated = self.fd.translate_gva(linear).ok().filter(|t| t.valid != 0)?;
+            let block = translated.physical_address / BLOCK_BYTES * BLOCK_BYTES;
+            self.common.is_ram(block, BLOCK_BYTES).then_some(block)
+        };
+        [saved.regs.rip, saved.regs.rsp].into_iter().filter_map(block).collect()
+    }
+
+    /// Maps these blocks ahead of time: by KVM itself where it can (Linux 6.11, two-dimensional
+    /// paging), else by reading them. Returns whether the vCPU's state was lost over it. A block
+    /// that can't be mapped now is mapped when it is used.
+    fn map_blocks(&mut self, saved: &SavedVcpu, blocks: &[u64]) -> Result<bool, BackendError> {
+        let Some(warm) = &mut self.warm else { return Ok(false) };
+        let Some(start) = warm.read_blocks(blocks) else { return Ok(false) };
+        if self.common.has_pre_fault
+            && blocks.iter().all(|block| raw::pre_fault(&self.fd, *block, BLOCK_BYTES).is_ok())
+        {
+            return Ok(false);
         }
-        let linear = [saved.regs.rip, saved.regs.rsp].map(|address| {
-            let translated = self.fd.translate_gva(address).ok().filter(|t| t.valid != 0);
-            translated.map(|t| t.physical_address)
-        });
-        let [code, stack] = linear;
-        let pages = [code, stack, Some(saved.sregs.cr3)].map(|a| a.map(|a| a & !(PAGE_SIZE - 1)));
-        for page in pages.into_iter().flatten() {
-            if !self.pre_faulted.contains(&Some(page)) {
-                let _ = raw::pre_fault(&self.fd, page, PAGE_SIZE);
+        start::apply(&self.fd, &start)?;
+        start::apply_mode(&self.fd, &saved.sregs)?;
+        start::clear_events(&self.fd)?;
+        if let Err(error) = self.run_own_code() {
+            tracing::debug!(%error, "guest memory could not be read ahead of time");
+        }
+        Ok(true)
+    }
+
+    /// Runs the VMM's own code until it says that it is done.
+    fn run_own_code(&mut self) -> Result<(), BackendError> {
+        for _ in 0..OWN_EXITS_MAX {
+            self.kicker.clear();
+            match self.run()? {
+                Exit::Out { port: warm::PORT, .. } => {
+                    while !matches!(self.finish_io()?, Exit::Interrupted) {}
+                    return Ok(());
+                }
+                Exit::Interrupted => {}
+                other => return Err(BackendError::state(format!("warming up: {other:?}"))),
             }
         }
-        self.pre_faulted = pages;
+        Err(BackendError::state("warming up: the vCPU does not get on"))
     }
 
     fn port_exit(&mut self) -> Exit<'_> {
@@ -192,20 +221,10 @@ impl VcpuBackend for KvmVcpu {
     }
 
     fn warm_up(&mut self) -> Result<(), BackendError> {
-        let Some(warm_up) = self.warm_up.take() else { return Ok(()) };
-        start::apply(&self.fd, warm_up.start())?;
-        for _ in 0..WARM_UP_EXITS_MAX {
-            self.kicker.clear();
-            match self.run()? {
-                Exit::Out { port: warm::PORT, .. } => {
-                    while !matches!(self.finish_io()?, Exit::Interrupted) {}
-                    return Ok(());
-                }
-                Exit::Interrupted => {}
-                other => return Err(BackendError::state(format!("warming up: {other:?}"))),
-            }
-        }
-        Err(BackendError::state("warming up: the vCPU does not get on"))
+        let Some(warm) = &self.warm else { return Ok(()) };
+        let start = warm.start(0, 0);
+        start::apply(&self.fd, &start)?;
+        self.run_own_code()
     }
 
     fn set_start(&mut self, start: &Start) -> Result<(), BackendError> {
@@ -238,7 +257,12 @@ impl VcpuBackend for KvmVcpu {
         // Taken out: after an error nothing is known.
         let before = self.loaded.take();
         state::load(&self.fd, &self.common, &saved, before.as_ref())?;
-        self.pre_fault(&saved);
+        if !self.common.is_armed.load(Ordering::Relaxed) {
+            let blocks = self.first_blocks(&saved);
+            if self.map_blocks(&saved, &blocks)? {
+                state::load(&self.fd, &self.common, &saved, None)?;
+            }
+        }
         self.loaded = Some(saved);
         Ok(())
     }

@@ -18,6 +18,7 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use std::io;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 /// The VM and the memory that its slots point to.
@@ -69,13 +70,14 @@ pub(super) enum Tracker {
 
 pub(super) struct KvmVm {
     pub(super) core: Arc<KvmCore>,
+    /// Behind one more slot of the VM, while there is one.
+    pub(super) _warm_up: Option<Arc<WarmUp>>,
     pub(super) memory: Arc<GuestMemory>,
     pub(super) common: Arc<VcpuCommon>,
     pub(super) host: SavedHost,
     pub(super) tracker: Tracker,
-    pub(super) warm_up: Mutex<Option<Arc<WarmUp>>>,
-    /// What was loaded last. Nothing changes it before the guest runs, so a rehearsal spares the
-    /// last load everything that is still the same.
+    /// What was loaded last: a rehearsal spares the last load what is still the same and what
+    /// nothing changes before the guest runs.
     pub(super) loaded: Mutex<Option<SavedVm>>,
 }
 
@@ -114,14 +116,11 @@ impl KvmVm {
 
     fn load_chips(&self, saved: &SavedVm, before: Option<&SavedVm>) -> Result<(), BackendError> {
         let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
-        if before.map(|vm| &vm.pic_master) != Some(&saved.pic_master) {
-            set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
-        }
+        // The timer counts as soon as it is loaded, so these two may have changed since.
+        set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
+        set_chip(ioapic_chip(&saved.ioapic))?;
         if before.map(|vm| &vm.pic_slave) != Some(&saved.pic_slave) {
             set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
-        }
-        if before.map(|vm| &vm.ioapic) != Some(&saved.ioapic) {
-            set_chip(ioapic_chip(&saved.ioapic))?;
         }
         if before.map(|vm| &vm.pit) != Some(&saved.pit) {
             let pit = kvm_pit_state2 {
@@ -152,11 +151,9 @@ impl VmBackend for KvmVm {
         Accel::Kvm
     }
 
-    fn warmed_up(&self) -> Result<(), BackendError> {
-        match lock(&self.warm_up).take() {
-            Some(warm_up) => warm_up.finish(&self.core.fd),
-            None => Ok(()),
-        }
+    fn arm(&self) {
+        // Ordered before the loads that follow by the orders to the vCPUs.
+        self.common.is_armed.store(true, Ordering::Relaxed);
     }
 
     fn tracking_name(&self) -> &'static str {

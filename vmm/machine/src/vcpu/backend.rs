@@ -165,10 +165,8 @@ pub(crate) trait VmBackend: Send + Sync {
     /// Which kind this is.
     fn accel(&self) -> Accel;
 
-    /// All vCPUs of a destination have been warmed up.
-    fn warmed_up(&self) -> Result<(), BackendError> {
-        Ok(())
-    }
+    /// The blackout is near: loads from now on do what is necessary and nothing else.
+    fn arm(&self) {}
 
     /// Kind of dirty tracking, for people: `KVM log`, `KVM dirty ring`, `userfaultfd`.
     fn tracking_name(&self) -> &'static str;
