@@ -83,7 +83,10 @@ impl DirtySource for KvmLog {
         assert_eq!(first_page % WORD_BITS, 0, "rearming begins at a whole word");
         let region = &mut self.regions[usize::from(index.0)];
         let first = usize::try_from(first_page / WORD_BITS).expect("fits the host");
-        let read = &mut region.read[first..first + words.len()];
+        // A chunk at the end of a region may have more words than the region.
+        let count = words.len().min(region.read.len() - first);
+        let words = &words[..count];
+        let read = &mut region.read[first..first + count];
         // Never clear a bit that was not read: its page would be lost.
         let named = |place: usize| words[place] & read[place];
         let Some(begin) = (0..words.len()).find(|place| named(*place) != 0) else { return Ok(()) };

@@ -34,7 +34,9 @@ impl Writer {
     /// The built-in program's machine with other code where that program begins.
     fn new(tracking: Tracking) -> Writer {
         let load = "fill=1M,ws=1M,rate=1/ms";
-        let config = MachineConfig { tracking, ..program(load, 192, 1) };
+        // Neither chunks nor words are whole at the end of this memory.
+        let memory = ByteCount((192 << 20) + 5 * PAGE_SIZE);
+        let config = MachineConfig { tracking, memory, ..program(load, 192, 1) };
         let machine = Machine::new(&config).unwrap();
         let plan = martlet_guest_program::Plan::new(
             &machine.guest_ram().layout(),
@@ -90,7 +92,7 @@ fn assert_pages(reported: &BTreeSet<u64>, written: &BTreeSet<u64>, what: &str) {
 }
 
 fn rearm(source: &mut dyn DirtySource, pages: &BTreeSet<u64>) {
-    for chunk in 0..96 {
+    for chunk in 0..97 {
         let mut words = [0; 8];
         for page in pages.range(chunk * 512..(chunk + 1) * 512) {
             let place = page % 512;
