@@ -192,12 +192,20 @@ fn has_a_reason(desk: &Desk, fired: bool, slow: bool, ending: Ending) -> Result<
         }
         // Everything that the source had to give was on its way to a living destination.
         Ending::DiedWithSource
-            if desk.has_passed(kind::COMMIT) && !desk.has_passed(kind::COMMIT_REFUSED) =>
+            if desk.has_passed(kind::COMMIT) && !desk.has_come(kind::COMMIT_REFUSED) =>
         {
             complain("the destination had everything")
         }
         Ending::Stayed if desk.has_passed(kind::COMMITTED) => {
             complain("the destination has confirmed the guest")
+        }
+        // A proof comes from the destination. Its death is none, nor is a lost connection.
+        Ending::Stayed
+            if desk.has_passed(kind::COMMIT)
+                && !desk.has_passed(kind::COMMIT_REFUSED)
+                && !desk.has_passed(kind::ABANDON) =>
+        {
+            complain("the destination had the commit and did not give it back")
         }
         Ending::Moved
         | Ending::MovedUndecided

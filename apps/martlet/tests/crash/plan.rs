@@ -48,6 +48,7 @@ pub(crate) mod kind {
     pub(crate) const COMMIT_REFUSED: u16 = 13;
     pub(crate) const ALIVE: u16 = 14;
     pub(crate) const PING: u16 = 15;
+    pub(crate) const ABANDON: u16 = 17;
 }
 
 /// Which way each kind goes. Those that go both ways are not named here.
@@ -211,10 +212,14 @@ impl Plan {
         plan
     }
 
-    /// A cut that both sides notice soon, or garbage, or a cancel.
+    /// A cut that both sides notice soon, or garbage, or a cancel. A quarter is where it hurts most:
+    /// when the source can't know whether the destination has the guest.
     pub(crate) fn cut(seed: u64, clean: Duration) -> Plan {
         let mut rng = Rng::new(seed);
         let mut plan = Plan::ordinary(&mut rng);
+        if rng.one_in(4) {
+            return plan.cut_in_doubt(&mut rng);
+        }
         let way = rng.pick(&[Way::ToDestination, Way::ToSource]);
         let channel = random_channel(&mut rng, plan.channels);
         plan.trigger = match rng.below(4) {
@@ -234,6 +239,20 @@ impl Plan {
             _ => Fault::Cancel,
         };
         plan
+    }
+
+    fn cut_in_doubt(mut self, rng: &mut Rng) -> Plan {
+        self.trigger = match rng.below(4) {
+            0 => Trigger::Message { kind: kind::COMMITTED, passed: false, linger: Duration::ZERO },
+            1 => Trigger::Message { kind: kind::COMMIT, passed: false, linger: Duration::ZERO },
+            _ => {
+                let linger = rng.time(LINGER_MAX / 2);
+                Trigger::Message { kind: kind::COMMIT, passed: true, linger }
+            }
+        };
+        let cut = rng.pick(&[Cut::Reset, Cut::Close, Cut::HalfClose(Way::ToSource)]);
+        self.fault = Fault::Cut(Channel::Control, cut);
+        self
     }
 
     /// A connection on which nothing comes any more, for one way or both: only a deadline ends

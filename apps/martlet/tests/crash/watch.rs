@@ -27,22 +27,27 @@ struct Sample {
 /// A process, and what it said the last time.
 pub(crate) struct Watched {
     pub(crate) process: Process,
-    /// `None` once it is dead.
-    pub(crate) migration: Option<Migration>,
+    /// `None` before the first look, and from its death on.
+    migration: Option<Migration>,
+    dead: bool,
     samples: Vec<Sample>,
 }
 
 impl Watched {
     pub(crate) fn new(process: Process) -> Watched {
-        Watched { process, migration: None, samples: Vec::new() }
+        Watched { process, migration: None, dead: false, samples: Vec::new() }
     }
 
     pub(crate) fn is_dead(&self) -> bool {
-        self.migration.is_none()
+        self.dead
     }
 
     pub(crate) fn status(&self) -> &str {
-        self.migration.as_ref().map_or("dead", |migration| &migration.status)
+        match &self.migration {
+            Some(migration) => &migration.status,
+            None if self.dead => "dead",
+            None => "not looked at",
+        }
     }
 
     pub(crate) fn error(&self) -> &str {
@@ -57,20 +62,22 @@ impl Watched {
     /// Looks at it. Its death is no error here; whether it was one is judged later.
     fn look(&mut self, log: &Log) -> Result<(), String> {
         let before = self.status().to_owned();
-        let first = self.migration.is_none() && self.samples.is_empty();
-        if self.is_dead() && !first {
+        if self.dead {
             return Ok(());
         }
         self.migration = match self.process.migration() {
             Ok(migration) => Some(migration),
-            Err(Trouble::Gone) => None,
+            Err(Trouble::Gone) => {
+                self.dead = true;
+                None
+            }
             Err(trouble) => return Err(format!("{}: {trouble}", self.process.name)),
         };
         if before != self.status() {
             let (name, status, error) = (&self.process.name, self.status(), self.error());
             log.note(format!("{name} is {status} {error}"));
         }
-        if self.is_dead() {
+        if self.dead {
             let status = self.process.ended()?;
             log.note(format!("{} ended: {status}", self.process.name));
             return Ok(());
