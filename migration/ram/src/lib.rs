@@ -26,7 +26,7 @@ pub use batch::{BYTES_MAX, PageBatch, Pushed, RUNS_MAX, Run, RunKind};
 pub use chunk::{CHUNK_WORDS, Chunk, ChunkBits, channel_of};
 pub use dirty::{DirtySource, RamBitmap, TrackError};
 pub use martlet_bitmap::PageBitmap;
-pub use place::Placer;
+pub use place::{Placer, Target};
 pub use region::{GuestRam, REGIONS_MAX, RamError, RamRegion, RegionIndex};
 pub use scanner::{Scanner, WINDOW_PAGES};
 pub use slice::{BadRun, RawSlice};

@@ -14,6 +14,27 @@ use std::sync::Arc;
 /// Below it, writing zeros is quicker than the call, and does not split a huge page.
 const PUNCH_PAGES_MIN: u64 = 512;
 
+/// From this many pages on, content for memory that was never touched is better written to the
+/// region's file than through its mapping: no page fault for each page, and no page cleared only
+/// to be overwritten. Shorter runs are not worth the two calls that this takes.
+const FILE_PAGES_MIN: u32 = 16;
+
+/// Where the content of a run of pages is to be written.
+#[derive(Clone, Copy, Debug)]
+pub enum Target<'ram> {
+    /// Through the mapping.
+    Memory(RawSlice<'ram>),
+    /// To the region's file, which is the same memory.
+    File {
+        /// The region whose file it is.
+        region: RegionIndex,
+        /// First byte.
+        offset: u64,
+        /// How many.
+        bytes: u64,
+    },
+}
+
 /// Puts received pages into a waiting guest's memory. Shared by all channels of a migration.
 ///
 /// The memory must be as it was made when the first page comes: all zero. So a zero page that
@@ -46,10 +67,19 @@ impl Placer {
         region: RegionIndex,
         first_page: u64,
         count: u32,
-    ) -> Result<RawSlice<'_>, BadRun> {
-        let target = self.ram.slice(region, first_page, count)?;
-        self.filled.region(region).set_range(first_page..first_page + u64::from(count));
-        Ok(target)
+    ) -> Result<Target<'_>, BadRun> {
+        let memory = self.ram.slice(region, first_page, count)?;
+        let filled = self.filled.region(region);
+        let pages = first_page..first_page + u64::from(count);
+        let is_fresh =
+            count >= FILE_PAGES_MIN && runs_within(filled, pages.clone()).next().is_none();
+        filled.set_range(pages);
+        Ok(if is_fresh {
+            let bytes = u64::from(count) * PAGE_SIZE;
+            Target::File { region, offset: first_page * PAGE_SIZE, bytes }
+        } else {
+            Target::Memory(memory)
+        })
     }
 
     /// Makes a run of pages zero. Only pages that were given out as a data target since they were

@@ -10,10 +10,16 @@ fn touched(ram: &GuestRam, region: u16) -> u64 {
     mark_touched(region, &PageBitmap::new(region.pages())).unwrap()
 }
 
-/// Receives a data run as a channel would: `readv` into the target.
+/// Receives a data run as a channel would, whichever way the target goes.
 fn receive(placer: &Placer, region: u16, first: u64, count: u32) {
     let target = placer.data_target(RegionIndex(region), first, count).unwrap();
-    assert_eq!(target.len() as u64, u64::from(count) * PAGE_SIZE);
+    let bytes = u64::from(count) * PAGE_SIZE;
+    match target {
+        Target::Memory(slice) => assert_eq!(slice.len() as u64, bytes),
+        Target::File { region: of, offset, bytes: long } => {
+            assert_eq!((of, offset, long), (RegionIndex(region), first * PAGE_SIZE, bytes));
+        }
+    }
     for page in 0..u64::from(count) {
         write_page(&placer.ram, region, first + page, 0xab);
     }

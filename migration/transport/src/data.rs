@@ -1,8 +1,9 @@
 //! A data channel: pages straight from guest memory into guest memory, and barriers.
 
 use crate::Stream;
+use crate::funnel::Funnel;
 use crate::raw::{self, Parts};
-use martlet_ram::{BadRun, PageBatch, Placer, RegionIndex, RunKind};
+use martlet_ram::{BadRun, PageBatch, Placer, RegionIndex, RunKind, Target};
 use martlet_units::ByteCount;
 use martlet_wire::pages::{
     self, PAGES_HEADER_BYTES, PagesError, PagesFrame, PagesHeader, RUNS_BYTES_MAX, RUNS_MAX,
@@ -124,21 +125,97 @@ pub struct PageReceiver {
     placer: Arc<Placer>,
     /// Bytes of the header or of the entries that are there.
     filled: usize,
-    payload: Parts,
+    payload: Payload,
+}
+
+/// Where the rest of a frame's pages goes.
+#[derive(Debug)]
+struct Payload {
+    /// Runs of the frame with content, in its order.
+    runs: Vec<Piece>,
+    /// First run that is not in hand yet.
+    next: usize,
+    /// Runs in hand that are written through the mapping.
+    memory: Parts,
+    /// A run in hand that is written to its region's file.
+    file: Option<RegionIndex>,
+    funnel: Funnel,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Piece {
+    Memory { region: RegionIndex, first_page: u64, count: u32 },
+    File { region: RegionIndex, offset: u64, bytes: u64 },
+}
+
+impl Payload {
+    fn new() -> io::Result<Payload> {
+        Ok(Payload {
+            runs: Vec::with_capacity(RUNS_MAX),
+            next: 0,
+            memory: Parts::with_capacity(RUNS_MAX),
+            file: None,
+            funnel: Funnel::new()?,
+        })
+    }
+
+    fn is_done(&self) -> bool {
+        self.next == self.runs.len() && self.file.is_none() && self.memory.is_done()
+    }
+
+    /// Takes the next run for the file in hand, or all runs for memory up to the next such one.
+    fn take_up(&mut self, placer: &Placer) -> Result<(), BadRun> {
+        self.memory.clear();
+        while let Some(piece) = self.runs.get(self.next) {
+            match *piece {
+                Piece::Memory { region, first_page, count } => {
+                    self.memory.push(&placer.ram().slice(region, first_page, count)?);
+                }
+                Piece::File { region, offset, bytes } => {
+                    if self.memory.is_done() {
+                        self.funnel.begin(offset, bytes);
+                        self.file = Some(region);
+                        self.next += 1;
+                    }
+                    return Ok(());
+                }
+            }
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    /// Reads what the socket has now.
+    fn advance(&mut self, stream: &Stream, placer: &Placer) -> Result<usize, PagesReceiveError> {
+        if self.memory.is_done() && self.file.is_none() {
+            self.take_up(placer)?;
+        }
+        let got = match self.file.and_then(|region| placer.ram().region(region)) {
+            Some(region) => self.funnel.advance(stream.as_fd(), region.fd()),
+            None => raw::receive(stream.as_fd(), &mut self.memory),
+        };
+        if self.funnel.is_done() {
+            self.file = None;
+        }
+        got.map_err(PagesReceiveError::Io)
+    }
 }
 
 impl PageReceiver {
     /// Takes a connection whose hello is done. Pages go where `placer` says.
-    pub fn new(stream: Stream, placer: Arc<Placer>) -> PageReceiver {
-        PageReceiver {
+    ///
+    /// # Errors
+    /// If the host gives no pipe.
+    pub fn new(stream: Stream, placer: Arc<Placer>) -> io::Result<PageReceiver> {
+        Ok(PageReceiver {
             stream,
             placer,
             stage: Stage::Header,
             header: [0; PAGES_HEADER_BYTES],
             entries: vec![0; RUNS_BYTES_MAX].into_boxed_slice(),
             filled: 0,
-            payload: Parts::with_capacity(RUNS_MAX),
-        }
+            payload: Payload::new()?,
+        })
     }
 
     /// Reads on, without waiting. Pages go straight into guest memory.
@@ -181,8 +258,7 @@ impl PageReceiver {
                 Ok(Arrival::Bytes(got))
             }
             Stage::Payload => {
-                let got = raw::receive(self.stream.as_fd(), &mut self.payload)
-                    .map_err(PagesReceiveError::Io)?;
+                let got = self.payload.advance(&self.stream, &self.placer)?;
                 if self.payload.is_done() {
                     self.stage = Stage::Header;
                 }
@@ -206,18 +282,26 @@ impl PageReceiver {
     /// Clears the frame's zero pages and aims its payload at its data pages.
     fn on_entries(&mut self, frame: PagesFrame) -> Result<(), PagesReceiveError> {
         self.filled = 0;
-        self.payload.clear();
+        self.payload.runs.clear();
+        self.payload.next = 0;
         let entries = &self.entries[..frame.entry_bytes()];
         let placer = &self.placer;
         let pages_of = |region| Some(placer.ram().region(RegionIndex(region))?.pages());
         for run in frame.parse_runs(entries, pages_of)?.iter() {
-            let region = RegionIndex(run.region);
+            let (region, first_page, count) = (RegionIndex(run.region), run.first_page, run.count);
             match run.kind {
                 pages::RunKind::Data => {
-                    self.payload.push(&placer.data_target(region, run.first_page, run.count)?);
+                    self.payload.runs.push(
+                        match placer.data_target(region, first_page, count)? {
+                            Target::Memory(_) => Piece::Memory { region, first_page, count },
+                            Target::File { region, offset, bytes } => {
+                                Piece::File { region, offset, bytes }
+                            }
+                        },
+                    );
                 }
                 pages::RunKind::Zero => {
-                    placer.zero(region, run.first_page, run.count)?;
+                    placer.zero(region, first_page, count)?;
                 }
             }
         }

@@ -46,7 +46,8 @@ fn pages_arrive_where_they_were() {
     let (source, destination) = (ram(), ram());
     [0, 1, 2, 100, 511].iter().for_each(|page| fill(&source, *page, 7));
     let (here, there) = pair();
-    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination))));
+    let mut receiver =
+        PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination)))).unwrap();
     let mut sender = PageSender::new(here);
     let mut batch = PageBatch::new(&source);
     let mut send = |sender: &mut PageSender, pages: &[u32], round| {
@@ -72,7 +73,8 @@ fn pages_arrive_where_they_were() {
 fn a_frame_may_come_byte_by_byte() {
     let destination = ram();
     let (here, there) = pair();
-    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination))));
+    let mut receiver =
+        PageReceiver::new(there, Arc::new(Placer::new(Arc::clone(&destination)))).unwrap();
     let entries = [RunEntry::zero(0, 5, 2), RunEntry::data(0, 9, 1)];
     let mut bytes = PagesHeader::pages(3, &entries).as_bytes().to_vec();
     bytes.extend_from_slice(entries.as_bytes());
@@ -99,7 +101,7 @@ fn nothing_outside_guest_memory_is_written() {
         [[RunEntry::data(0, 2047, 2)], [RunEntry::data(1, 0, 2)], [RunEntry::data(0, u64::MAX, 2)]]
     {
         let (here, there) = pair();
-        let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+        let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram()))).unwrap();
         here.write_all(PagesHeader::pages(0, &entries).as_bytes()).unwrap();
         here.write_all(entries.as_bytes()).unwrap();
         assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Protocol(_))));
@@ -107,13 +109,38 @@ fn nothing_outside_guest_memory_is_written() {
 }
 
 #[test]
+fn long_runs_and_short_ones_find_their_places() {
+    let (source, destination) = (ram(), ram());
+    let pages: Vec<u32> = (0..20).chain(30..32).chain(100..140).chain([150]).collect();
+    for page in &pages {
+        fill(&source, u64::from(*page), u8::try_from(*page % 251).unwrap() + 1);
+    }
+    let (here, there) = pair();
+    let placer = Arc::new(Placer::new(Arc::clone(&destination)));
+    let mut receiver = PageReceiver::new(there, placer).unwrap();
+    let mut sender = PageSender::new(here);
+    let mut batch = PageBatch::new(&source);
+    // The second time all pages are there already, so no run goes to the file.
+    for round in 0..2 {
+        let mut all = chunk(&pages);
+        assert_eq!(batch.push_chunk(&mut all, &ZeroCheck::detect()), martlet_ram::Pushed::All);
+        sender.send(round, &batch).unwrap();
+        sender.barrier(round).unwrap();
+        batch.clear();
+        assert_eq!(receive_round(&mut receiver).unwrap(), round);
+        assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
+        fill(&source, 105, 9);
+    }
+}
+
+#[test]
 fn strangers_and_hangers_up_are_told_apart() {
     let (here, there) = pair();
-    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram()))).unwrap();
     here.write_all(&[b'x'; PAGES_HEADER_BYTES]).unwrap();
     assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Protocol(_))));
     let (here, there) = pair();
-    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram())));
+    let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram()))).unwrap();
     drop(here);
     assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Closed)));
 }

@@ -11,6 +11,7 @@
 mod address;
 mod control;
 mod data;
+mod funnel;
 mod greeting;
 mod listener;
 mod raw;

@@ -71,7 +71,7 @@ impl Intake {
         let mut intake = Intake { common, channels: Vec::new(), threads: Vec::new() };
         for (number, stream) in (0..).zip(streams) {
             let breaker = stream.try_clone()?;
-            let receiver = Mutex::new(PageReceiver::new(stream, Arc::clone(placer)));
+            let receiver = Mutex::new(PageReceiver::new(stream, Arc::clone(placer))?);
             let channel = Arc::new(Channel { receiver, breaker, number });
             intake.channels.push(Arc::clone(&channel));
             let common = Arc::clone(&intake.common);
