@@ -50,18 +50,28 @@ const STALLS_AT_ONCE: u64 = 4;
 /// Kills and cuts take turns: a host that is too busy hits no switchover.
 static TURN: Mutex<()> = Mutex::new(());
 
-type MakePlan = fn(u64, Duration) -> Plan;
+/// What the attempts of a test have in common.
+#[derive(Clone, Copy)]
+struct Kind {
+    /// As it begins the test's name.
+    name: &'static str,
+    plan: fn(u64, Duration) -> Plan,
+}
+
+const KILLED: Kind = Kind { name: "killed", plan: Plan::kill };
+const CUT: Kind = Kind { name: "cut", plan: Plan::cut };
+const STALLED: Kind = Kind { name: "stalled", plan: Plan::stall };
 
 #[test]
 fn killed_processes_leave_one_guest() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    report("kills", &run_all(Plan::kill, seeds(1)));
+    report(KILLED, &run_all(KILLED, seeds(1)));
 }
 
 #[test]
 fn cut_connections_leave_one_guest() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    report("cuts", &run_all(Plan::cut, seeds(1)));
+    report(CUT, &run_all(CUT, seeds(1)));
 }
 
 #[test]
@@ -75,7 +85,7 @@ fn stalled_connections_leave_one_guest() {
                 .skip(usize::try_from(first).expect("few"))
                 .step_by(usize::try_from(STALLS_AT_ONCE).expect("few"))
                 .collect();
-            scope.spawn(|| run_all(Plan::stall, seeds))
+            scope.spawn(|| run_all(STALLED, seeds))
         };
         let threads: Vec<_> = (0..STALLS_AT_ONCE).map(share).collect();
         let mut all = Vec::new();
@@ -87,7 +97,7 @@ fn stalled_connections_leave_one_guest() {
         }
         all
     });
-    report("stalls", &endings);
+    report(STALLED, &endings);
 }
 
 fn number(variable: &str) -> Option<u64> {
@@ -108,21 +118,20 @@ fn seeds(share: u64) -> Vec<u64> {
 }
 
 /// Runs a plan for each seed in one scene.
-fn run_all(make: MakePlan, seeds: Vec<u64>) -> Vec<Ending> {
+fn run_all(kind: Kind, seeds: Vec<u64>) -> Vec<Ending> {
     if seeds.is_empty() {
         return Vec::new();
     }
     let mut scene = Scene::new().unwrap_or_else(|why| panic!("the first migration: {why}"));
     let run = |seed| {
-        let plan = make(seed, scene.clean());
-        match scene.attempt(&plan) {
-            Ok(ending) => ending,
-            Err(why) => panic!(
-                "MARTLET_CRASH_SEED={seed}: {why}\n{}\nlogs are in {}",
-                scene.story(),
-                scene.dir().display()
-            ),
-        }
+        let plan = (kind.plan)(seed, scene.clean());
+        scene.attempt(&plan).unwrap_or_else(|why| {
+            let (story, dir, name) = (scene.story(), scene.dir().display(), kind.name);
+            panic!(
+                "{why}\n{story}\nlogs are in {dir}\nonce more: MARTLET_CRASH_SEED={seed} \
+                 cargo test -p martlet --test crash {name}"
+            )
+        })
     };
     let endings = seeds.into_iter().map(run).collect();
     for (words, times) in scene.words() {
@@ -132,10 +141,10 @@ fn run_all(make: MakePlan, seeds: Vec<u64>) -> Vec<Ending> {
 }
 
 /// For `--nocapture`.
-fn report(what: &str, endings: &[Ending]) {
+fn report(kind: Kind, endings: &[Ending]) {
     let mut counts = BTreeMap::new();
     for ending in endings {
         *counts.entry(ending).or_insert(0) += 1;
     }
-    println!("{} {what}: {counts:?}", endings.len());
+    println!("{} {}: {counts:?}", endings.len(), kind.name);
 }
