@@ -44,6 +44,11 @@ const FEED_INTERVAL: Duration = Duration::from_micros(250);
 /// With nothing to wait for, the driver still looks this often.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
+/// From the announcement of the stop to the stop. The destination gets awake meanwhile, and on a
+/// host with few cores the vCPUs get theirs back from the threads of the round before: a vCPU that
+/// waits for a core when it is told to stop has been standing still already.
+const SETTLE: Duration = Duration::from_micros(300);
+
 /// Chunks handed out before the driver looks at its events again.
 const FEED_BURST: usize = 64;
 
@@ -472,6 +477,7 @@ impl<'ram> Driver<'ram> {
     fn pause(&mut self) {
         // What was announced must be on its way before the guest stops.
         self.flush_control();
+        std::thread::sleep(SETTLE);
         self.shared.set_status(Status::Device);
         let mut moments = Moments::starting(monotonic_now());
         self.vmm.begin_pause();
