@@ -382,8 +382,10 @@ impl Control {
             return schema::migration_info(&progress, setup, report.as_ref());
         }
         let incoming = state.incoming.clone();
+        let guest_is_here = state.guest.is_some();
         drop(state);
-        incoming.map_or_else(|| json!({}), |incoming| incoming_info(incoming.as_ref()))
+        incoming
+            .map_or_else(|| json!({}), |incoming| incoming_info(incoming.as_ref(), guest_is_here))
     }
 
     // --- taking one in ---
@@ -502,7 +504,7 @@ fn paused_or_running(guest: &dyn Guest) -> Option<bool> {
 }
 
 /// `query-migrate` at a destination.
-fn incoming_info(incoming: &dyn Incoming) -> Value {
+fn incoming_info(incoming: &dyn Incoming, guest_is_here: bool) -> Value {
     let mut info = Map::new();
     let status = match incoming.status() {
         ReceiveStatus::Listening { last_error } => {
@@ -512,6 +514,8 @@ fn incoming_info(incoming: &dyn Incoming) -> Value {
             "setup"
         }
         ReceiveStatus::Active => "active",
+        // Whoever reads "completed" may ask for the guest next.
+        ReceiveStatus::Arrived if !guest_is_here => "active",
         ReceiveStatus::Arrived => "completed",
         ReceiveStatus::Stopped => "cancelled",
     };

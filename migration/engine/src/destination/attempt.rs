@@ -276,8 +276,9 @@ impl Attempt {
     fn start(&mut self, permit: RunPermit, running: bool) {
         let vmm = self.vmm.as_ref().expect("a start follows a successful build");
         let state = if running { RunState::Running } else { RunState::Paused };
-        vmm.start(permit, state);
+        // Before the call: once the vCPUs run, this thread may have to wait for a core.
         let now = monotonic_now();
+        vmm.start(permit, state);
         self.tell(DestinationEvent::Started { at: now });
         self.fall_asleep();
         if running {

@@ -1,22 +1,21 @@
 //! The source's thread: does what the protocol's machine says, and tells it what came of that.
 
+mod blackout;
 mod decide;
+mod ending;
 
 use super::MigrateOptions;
 use super::events::Event;
 use super::lanes::{Lanes, Sent};
-use super::query;
 use super::shared::Shared;
-use super::switchover::{self, Moments, Remote};
-use crate::report::{Outcome, Phases, Report, Status};
-use crate::{GuestCheck, RunState, SourceVmm, VmmError, chain, host};
+use super::switchover::Moments;
+use crate::report::{Report, Status};
+use crate::{GuestCheck, SourceVmm, VmmError, chain, host};
 use crossbeam_channel::Sender;
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
-use martlet_protocol::{
-    Decision, Failure, RunPermit, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome,
-};
+use martlet_protocol::{Decision, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome};
 use martlet_ram::{
     Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner, TrackError, mark_touched,
 };
@@ -474,104 +473,6 @@ impl<'ram> Driver<'ram> {
         }
     }
 
-    fn pause(&mut self) {
-        // What was announced must be on its way before the guest stops.
-        self.flush_control();
-        std::thread::sleep(SETTLE);
-        self.shared.set_status(Status::Device);
-        let mut moments = Moments::starting(monotonic_now());
-        self.vmm.begin_pause();
-        match self.vmm.wait_paused() {
-            Ok(paused) => {
-                moments.paused = monotonic_now();
-                self.moments = Some(moments);
-                self.last_heartbeat = self.vmm.last_heartbeat();
-                let running = paused.was == RunState::Running;
-                self.tell(SourceEvent::Paused { permit: paused.permit, running });
-            }
-            Err(error) => self.host_failed("cannot stop the guest", &error),
-        }
-    }
-
-    /// The final sync and the last pages, while the vCPUs save their state.
-    fn run_last_round(&mut self, number: u32) {
-        let (Some(tracker), Some(lanes)) = (&mut self.tracker, &self.lanes) else { return };
-        if let Err(error) = tracker.sync(&self.dirty) {
-            return self.host_failed("cannot track dirty pages", &error);
-        }
-        let synced = monotonic_now();
-        if let Some(moments) = &mut self.moments {
-            moments.synced = synced;
-        }
-        let pages = self.dirty.count();
-        if pages > LAST_PAGES_INLINE_MAX {
-            self.pacer.set_rate(monotonic_now(), None);
-            return self.open_round(number, Kind::Last);
-        }
-        self.rounds = number + 1;
-        self.last_chunks.clear();
-        while let Some(chunk) = self.scanner.next_last() {
-            self.last_chunks.push(chunk);
-        }
-        match lanes.send_now(&mut self.batch, &self.last_chunks, number) {
-            Ok(()) => self.end_last_round(number),
-            Err(error) => {
-                let reason = format!("a data channel broke: {error}");
-                self.tell(SourceEvent::ChannelLost { reason });
-            }
-        }
-    }
-
-    /// All of the last pages are in the channels, with the barriers behind them. The destination
-    /// starts nothing before it has read those.
-    fn end_last_round(&mut self, number: u32) {
-        if let Some(moments) = &mut self.moments {
-            moments.pages_sent = monotonic_now();
-        }
-        self.tell(SourceEvent::LastRoundSent { round: number });
-    }
-
-    fn save_state(&mut self) {
-        match self.vmm.take_state() {
-            Ok(bytes) => {
-                if let Some(moments) = &mut self.moments {
-                    moments.state_saved = monotonic_now();
-                }
-                // The commit comes next. A destination that is known to be gone must not get it:
-                // nobody could say later that it had not.
-                self.read_control();
-                self.tell(SourceEvent::StateSaved { bytes });
-            }
-            Err(error) => self.host_failed("cannot save the state", &error),
-        }
-    }
-
-    /// On a thread of its own: this one has to answer meanwhile.
-    fn compute_digest(&mut self) {
-        let (ram, shared) = (Arc::clone(self.ram), Arc::clone(&self.shared));
-        let computing = host::spawn("martlet-digest", move || {
-            shared.events.post(Event::Digested(ram.digest()));
-        });
-        if let Err(error) = computing {
-            self.host_failed("cannot digest guest memory", &error);
-        }
-    }
-
-    /// Frees what the guest that has left for good needed here. Nobody waits for this.
-    fn tidy(&mut self) {
-        self.tracker = None;
-        self.vmm.moved_away();
-    }
-
-    /// The guest goes on here.
-    fn resume(&mut self, permit: RunPermit, running: bool) {
-        self.vmm.set_throttle(0);
-        let state = if running { RunState::Running } else { RunState::Paused };
-        self.vmm.resume(permit, state);
-        // Takes milliseconds, so the guest does not wait for it.
-        self.tracker = None;
-    }
-
     fn publish(&self) {
         let bytes = self.sent.bytes.load(Ordering::Relaxed);
         let round = self.round;
@@ -595,134 +496,4 @@ impl<'ram> Driver<'ram> {
             }
         });
     }
-
-    /// Frees what the attempt held and writes the report.
-    fn finish(&mut self) {
-        self.publish();
-        let outcome = self.outcome.take().expect("only called with an outcome");
-        let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
-        let (status, outcome, error) = match outcome {
-            SourceOutcome::Completed { committed, alive } => {
-                self.committed = committed.or(self.committed);
-                self.alive = alive;
-                self.memory_equal = self.options.verify.then_some(true);
-                (Status::Completed, Outcome::Completed, None)
-            }
-            SourceOutcome::Failed { reason } => {
-                if reason == Failure::MemoryDiffers {
-                    self.memory_equal = Some(false);
-                }
-                (Status::Failed, Outcome::Failed, Some(chain(&reason)))
-            }
-            SourceOutcome::Cancelled => (Status::Cancelled, Outcome::Cancelled, None),
-            SourceOutcome::Undecided { reason } => {
-                (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
-            }
-        };
-        info!(?outcome, error = error.as_deref(), "the migration ended");
-        match outcome {
-            Outcome::Completed => self.guest = self.vmm.guest_check(),
-            Outcome::Undecided => {}
-            // The next attempt may begin as soon as this one has reported.
-            Outcome::Failed | Outcome::Cancelled => {
-                self.vmm.set_throttle(0);
-                self.tracker = None;
-            }
-        }
-        let report = self.report(outcome, error, total);
-        self.shared.finish(status, report);
-        if outcome == Outcome::Completed {
-            self.tidy();
-        }
-        if let Some(lanes) = self.lanes.take() {
-            lanes.break_all();
-            lanes.join();
-        }
-    }
-
-    fn report(&self, outcome: Outcome, error: Option<String>, total: Duration) -> Report {
-        let remote = self.remote();
-        let moments = self.moments.as_ref();
-        let phases = moments
-            .map_or_else(Phases::default, |moments| switchover::phases(moments, remote.as_ref()));
-        let measurable = outcome == Outcome::Completed && !self.options.verify;
-        let blackout = remote
-            .as_ref()
-            .filter(|_| measurable)
-            .map(|remote| switchover::blackout(self.last_heartbeat, remote, &phases));
-        let alive = remote.as_ref().and_then(|remote| remote.alive);
-        let progress = self.shared.progress(monotonic_now());
-        let sent = self.sent.bytes.load(Ordering::Relaxed) + self.control.sent_bytes();
-        Report {
-            outcome,
-            error,
-            total,
-            blackout,
-            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.error),
-            predicted: self.prediction.filter(|_| moments.is_some()),
-            phases,
-            timeline: moments.map_or_else(Vec::new, |moments| {
-                switchover::timeline(moments, self.last_heartbeat, remote.as_ref())
-            }),
-            rounds: self.rounds,
-            pages: progress.pages,
-            bytes_sent: ByteCount(sent),
-            channels: self.channels,
-            source_cpu: host::process_cpu().saturating_sub(self.cpu_before),
-            destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
-            guest: self.guest,
-            memory_equal: self.memory_equal,
-        }
-    }
-
-    /// What the destination said of the switchover.
-    fn remote(&self) -> Option<Remote> {
-        let committed = self.committed?;
-        let (offset_ns, error) = if self.same_host {
-            (0, Duration::ZERO)
-        } else {
-            let clock = self.machine.clock()?;
-            (clock.offset_ns, clock.error)
-        };
-        Some(Remote { committed, alive: self.alive, offset_ns, error })
-    }
-
-    /// An undecided migration waits here until the destination settles it.
-    fn stay_for_questions(&mut self) {
-        while self.shared.status() == Status::Undecided {
-            self.step();
-            if self.outcome.is_some() {
-                self.finish();
-            }
-            if let Some(resolver) = self.resolver.take() {
-                let _ = resolver.send(self.resolution());
-            }
-        }
-    }
-
-    fn ask_fate(&mut self, answer: Sender<Result<(), VmmError>>) {
-        match query::ask(&self.to, self.migration) {
-            Ok(fate) => {
-                self.resolver = Some(answer);
-                self.tell(SourceEvent::Fate(fate));
-            }
-            Err(reason) => {
-                let _ = answer.send(Err(unresolved(reason)));
-            }
-        }
-    }
-
-    fn resolution(&self) -> Result<(), VmmError> {
-        match self.shared.progress(monotonic_now()) {
-            progress if progress.status == Status::Undecided => {
-                let reason = progress.error.unwrap_or_else(|| "still undecided".to_owned());
-                Err(unresolved(reason))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-fn unresolved(reason: String) -> VmmError {
-    VmmError { action: "resolve the migration".to_owned(), reason }
 }

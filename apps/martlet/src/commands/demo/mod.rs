@@ -23,6 +23,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+/// Between two moves. The process that the guest left has just ended, and the kernel goes on with
+/// its memory for a while: that is not part of the next move.
+const SETTLE: Duration = Duration::from_millis(300);
+
 /// How long a guest may take to fill a GiB of its memory. Generous: it may run in an emulator.
 const FILL_MAX_PER_GIB: Duration = Duration::from_secs(120);
 /// How long a guest may take to check the pages that prove it alive after a move.
@@ -95,6 +99,7 @@ impl Demo<'_> {
                 chain.saw(&guest);
                 here.quit();
                 here = there;
+                std::thread::sleep(SETTLE);
             }
             if !chain.may_go_on() {
                 break;

@@ -1,0 +1,152 @@
+//! How an attempt ends: its report, the tidying up, and the questions about an undecided one.
+
+use super::Driver;
+use crate::report::{Outcome, Phases, Report, Status};
+use crate::source::query;
+use crate::source::switchover::{self, Remote};
+use crate::{VmmError, chain, host};
+use crossbeam_channel::Sender;
+use martlet_protocol::{Failure, SourceEvent, SourceOutcome};
+use martlet_transport::monotonic_now;
+use martlet_units::ByteCount;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+use tracing::info;
+
+impl Driver<'_> {
+    /// Frees what the attempt held and writes the report.
+    pub(super) fn finish(&mut self) {
+        self.publish();
+        let outcome = self.outcome.take().expect("only called with an outcome");
+        let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
+        let (status, outcome, error) = match outcome {
+            SourceOutcome::Completed { committed, alive } => {
+                self.committed = committed.or(self.committed);
+                self.alive = alive;
+                self.memory_equal = self.options.verify.then_some(true);
+                (Status::Completed, Outcome::Completed, None)
+            }
+            SourceOutcome::Failed { reason } => {
+                if reason == Failure::MemoryDiffers {
+                    self.memory_equal = Some(false);
+                }
+                (Status::Failed, Outcome::Failed, Some(chain(&reason)))
+            }
+            SourceOutcome::Cancelled => (Status::Cancelled, Outcome::Cancelled, None),
+            SourceOutcome::Undecided { reason } => {
+                (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
+            }
+        };
+        info!(?outcome, error = error.as_deref(), "the migration ended");
+        match outcome {
+            Outcome::Completed => self.guest = self.vmm.guest_check(),
+            Outcome::Undecided => {}
+            // The next attempt may begin as soon as this one has reported.
+            Outcome::Failed | Outcome::Cancelled => {
+                self.vmm.set_throttle(0);
+                self.tracker = None;
+            }
+        }
+        let report = self.report(outcome, error, total);
+        self.shared.finish(status, report);
+        if outcome == Outcome::Completed {
+            self.tidy();
+        }
+        if let Some(lanes) = self.lanes.take() {
+            lanes.break_all();
+            lanes.join();
+        }
+    }
+
+    fn report(&self, outcome: Outcome, error: Option<String>, total: Duration) -> Report {
+        let remote = self.remote();
+        let moments = self.moments.as_ref();
+        let phases = moments
+            .map_or_else(Phases::default, |moments| switchover::phases(moments, remote.as_ref()));
+        let measurable = outcome == Outcome::Completed && !self.options.verify;
+        let blackout = remote
+            .as_ref()
+            .filter(|_| measurable)
+            .map(|remote| switchover::blackout(self.last_heartbeat, remote, &phases));
+        let alive = remote.as_ref().and_then(|remote| remote.alive);
+        let progress = self.shared.progress(monotonic_now());
+        let sent = self.sent.bytes.load(Ordering::Relaxed) + self.control.sent_bytes();
+        Report {
+            outcome,
+            error,
+            total,
+            blackout,
+            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.error),
+            predicted: self.prediction.filter(|_| moments.is_some()),
+            phases,
+            timeline: moments.map_or_else(Vec::new, |moments| {
+                switchover::timeline(moments, self.last_heartbeat, remote.as_ref())
+            }),
+            rounds: self.rounds,
+            pages: progress.pages,
+            bytes_sent: ByteCount(sent),
+            channels: self.channels,
+            source_cpu: host::process_cpu().saturating_sub(self.cpu_before),
+            destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
+            guest: self.guest,
+            memory_equal: self.memory_equal,
+        }
+    }
+
+    /// What the destination said of the switchover.
+    fn remote(&self) -> Option<Remote> {
+        let committed = self.committed?;
+        let (offset_ns, error) = if self.same_host {
+            (0, Duration::ZERO)
+        } else {
+            let clock = self.machine.clock()?;
+            (clock.offset_ns, clock.error)
+        };
+        Some(Remote { committed, alive: self.alive, offset_ns, error })
+    }
+
+    /// An undecided migration waits here until the destination settles it.
+    pub(super) fn stay_for_questions(&mut self) {
+        while self.shared.status() == Status::Undecided {
+            self.step();
+            if self.outcome.is_some() {
+                self.finish();
+            }
+            if let Some(resolver) = self.resolver.take() {
+                let _ = resolver.send(self.resolution());
+            }
+        }
+    }
+
+    pub(super) fn ask_fate(&mut self, answer: Sender<Result<(), VmmError>>) {
+        match query::ask(&self.to, self.migration) {
+            Ok(fate) => {
+                self.resolver = Some(answer);
+                self.tell(SourceEvent::Fate(fate));
+            }
+            Err(reason) => {
+                let _ = answer.send(Err(unresolved(reason)));
+            }
+        }
+    }
+
+    fn resolution(&self) -> Result<(), VmmError> {
+        match self.shared.progress(monotonic_now()) {
+            progress if progress.status == Status::Undecided => {
+                let reason = progress.error.unwrap_or_else(|| "still undecided".to_owned());
+                Err(unresolved(reason))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Frees what the guest that has left for good needed here. Nobody waits for this.
+    fn tidy(&mut self) {
+        self.tracker = None;
+        self.vmm.moved_away();
+    }
+}
+
+fn unresolved(reason: String) -> VmmError {
+    VmmError { action: "resolve the migration".to_owned(), reason }
+}
