@@ -42,8 +42,18 @@ pub(crate) struct BuildOptions<'a> {
 
 /// Whether there is a KVM that this process may use; the error says why not.
 pub(crate) fn is_usable() -> Result<(), BackendError> {
-    Kvm::new().map(drop).map_err(io::Error::from).map_err(BackendError::host("open /dev/kvm"))
+    let kvm_fd = kvm("open /dev/kvm", Kvm::new())?;
+    // The one number that a KVM has had since Linux 2.6.22 (api.rst, KVM_GET_API_VERSION);
+    // whatever else lies at that path has another, or none.
+    match kvm_fd.get_api_version() {
+        KVM_API_VERSION => Ok(()),
+        other => Err(BackendError::Unsupported {
+            reason: format!("/dev/kvm is no KVM: its API version is {other}"),
+        }),
+    }
 }
+
+const KVM_API_VERSION: i32 = kvm_bindings::KVM_API_VERSION.cast_signed();
 
 fn kvm<T>(
     operation: &'static str,
