@@ -1,0 +1,214 @@
+//! The driver's side of DMA: memory of its own for the device, and pinned memory of others.
+#![allow(unsafe_code)]
+// UNSAFETY: DMA memory is a raw pointer, because the device may write it at any moment. All copies
+// are bounded by the block they belong to.
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+/// An address as the device uses it: an IOVA of the IOMMU, or with shared virtual addressing the
+/// process's own address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BusAddress(pub u64);
+
+impl BusAddress {
+    /// The address `bytes` further on; `None` past the end of the address space.
+    pub fn checked_add(self, bytes: u64) -> Option<BusAddress> {
+        self.0.checked_add(bytes).map(BusAddress)
+    }
+}
+
+/// A contiguous piece of memory on the bus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BusRun {
+    /// Its begin.
+    pub at: BusAddress,
+    /// Its length, above 0.
+    pub bytes: u64,
+}
+
+/// Memory of this process, by address. Only a number: holding one keeps nothing alive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HostRange {
+    /// Virtual address.
+    pub address: u64,
+    /// Length.
+    pub bytes: u64,
+}
+
+/// Why memory could not be made available to a device. The host's fault.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot {action} {bytes} bytes for a device: {reason}")]
+pub struct DmaError {
+    /// `allocate` or `pin`.
+    pub action: &'static str,
+    /// How many.
+    pub bytes: u64,
+    /// What is in the way.
+    pub reason: String,
+}
+
+/// Memory pinned for a device. Its drop unpins: only after the device can't reach it any more.
+pub struct Pinned {
+    /// Where the device finds it, in the order of the host's addresses; together as long as the
+    /// range that was pinned.
+    pub runs: Vec<BusRun>,
+    /// What keeps it pinned.
+    pub guard: Box<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").field("runs", &self.runs).finish_non_exhaustive()
+    }
+}
+
+/// Makes memory available to one device.
+pub trait Dma: Send + Sync {
+    /// Zeroed memory of `bytes` bytes, contiguous on the bus, at a multiple of `align` there (a
+    /// power of two).
+    fn alloc(&self, bytes: usize, align: usize) -> Result<DmaBlock, DmaError>;
+
+    /// Pins memory of this process, which stays where it is. Whole pages.
+    fn pin(&self, memory: HostRange) -> Result<Pinned, DmaError>;
+}
+
+/// Memory of a driver that its device may read and write at any time.
+pub struct DmaBlock {
+    memory: NonNull<u8>,
+    bytes: usize,
+    at: BusAddress,
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the block is memory that outlives it by `_owner`, which is Send and Sync itself. Racing
+// accesses go through atomics or copies whose bytes nothing is assumed of.
+unsafe impl Send for DmaBlock {}
+// SAFETY: as above.
+unsafe impl Sync for DmaBlock {}
+
+impl DmaBlock {
+    /// Wraps memory for a device; for implementations of [`Dma`].
+    ///
+    /// # Safety
+    /// `memory` is valid for reads and writes of `bytes` bytes, at a multiple of 8, and nobody but
+    /// the device uses it, until `owner` is dropped.
+    pub unsafe fn from_raw(
+        memory: NonNull<u8>,
+        bytes: usize,
+        at: BusAddress,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> DmaBlock {
+        assert!(memory.as_ptr().addr().is_multiple_of(8), "DMA memory is aligned to words");
+        DmaBlock { memory, bytes, at, _owner: owner }
+    }
+
+    /// Where the device finds it.
+    pub fn at(&self) -> BusAddress {
+        self.at
+    }
+
+    /// Its length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn pointer(&self, offset: usize, bytes: usize) -> *mut u8 {
+        let end = offset.checked_add(bytes);
+        assert!(end.is_some_and(|end| end <= self.bytes), "a driver stays inside of its block");
+        self.memory.as_ptr().wrapping_add(offset)
+    }
+
+    fn aligned(&self, offset: usize, bytes: usize) -> *mut u8 {
+        assert!(offset.is_multiple_of(bytes), "words of DMA memory are aligned");
+        self.pointer(offset, bytes)
+    }
+
+    /// Copies `from` into the block.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        let to = self.pointer(offset, from.len());
+        // SAFETY: `pointer` has checked the bounds; `from` is another allocation.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+    }
+
+    /// Copies out of the block. What the device writes meanwhile may be seen in part.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        let from = self.pointer(offset, into.len()).cast_const();
+        // SAFETY: as in `write`.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    }
+
+    /// Sets `bytes` bytes to `value`.
+    pub fn fill(&self, offset: usize, bytes: usize, value: u8) {
+        // SAFETY: `pointer` has checked the bounds.
+        unsafe { std::ptr::write_bytes(self.pointer(offset, bytes), value, bytes) };
+    }
+
+    fn byte(&self, offset: usize) -> &AtomicU8 {
+        // SAFETY: in bounds, alive as long as the block; every other access to a byte that is
+        // shared by atomics goes through atomics too.
+        unsafe { AtomicU8::from_ptr(self.pointer(offset, 1)) }
+    }
+
+    /// Reads one byte and acquires what the device wrote before it: an owner bit, a status.
+    pub fn load8(&self, offset: usize) -> u8 {
+        self.byte(offset).load(Ordering::Acquire)
+    }
+
+    /// Writes one byte after everything written before.
+    pub fn store8(&self, offset: usize, value: u8) {
+        self.byte(offset).store(value, Ordering::Release);
+    }
+
+    /// Reads an aligned word and acquires what the device wrote before it.
+    pub fn load32(&self, offset: usize) -> u32 {
+        // SAFETY: in bounds and aligned; see `byte`.
+        unsafe { AtomicU32::from_ptr(self.aligned(offset, 4).cast()) }.load(Ordering::Acquire)
+    }
+
+    /// Takes an aligned word and leaves zero: bits that the device sets with `or8` are in the
+    /// result or in the next one.
+    pub fn take64(&self, offset: usize) -> u64 {
+        // SAFETY: in bounds and aligned; see `byte`.
+        unsafe { AtomicU64::from_ptr(self.aligned(offset, 8).cast()) }.swap(0, Ordering::AcqRel)
+    }
+}
+
+impl fmt::Debug for DmaBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DmaBlock({} bytes at {:#x})", self.bytes, self.at.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block() -> DmaBlock {
+        let mut words = vec![0_u64; 8];
+        let memory = NonNull::new(words.as_mut_ptr().cast()).unwrap();
+        // SAFETY: the vector's buffer stays where it is while the owner lives.
+        unsafe { DmaBlock::from_raw(memory, 64, BusAddress(0x1000), Box::new(words)) }
+    }
+
+    #[test]
+    fn bytes_go_in_and_out() {
+        let block = block();
+        block.write(3, &[1, 2, 3]);
+        let mut read = [0; 4];
+        block.read(2, &mut read);
+        assert_eq!(read, [0, 1, 2, 3]);
+        assert_eq!(block.load8(4), 2);
+        block.store8(8, 0x80);
+        assert_eq!(block.take64(8), 0x80);
+        assert_eq!(block.load32(8), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "inside of its block")]
+    fn a_driver_that_leaves_its_block_is_stopped() {
+        block().write(60, &[0; 5]);
+    }
+}

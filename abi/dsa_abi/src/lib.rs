@@ -1,0 +1,1 @@
+//! Intel DSA: the layouts of descriptors, completion records and registers.

@@ -1,0 +1,1 @@
+//! mlx5: the layouts of the firmware command interface.

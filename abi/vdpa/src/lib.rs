@@ -1,0 +1,15 @@
+//! What a VMM sees of a vDPA device, whoever drives it: martlet's own mlx5 driver in this process,
+//! or the kernel's behind `/dev/vhost-vdpa-N`. Virtio's own numbers are in [`virtio`].
+
+#![forbid(unsafe_code)]
+
+mod device;
+mod error;
+mod types;
+pub mod virtio;
+
+pub use device::{Notify, VdpaDevice};
+pub use error::VdpaError;
+pub use types::{
+    Access, Capabilities, Counters, Identity, Iova, MapRun, QueueConfig, QueueIndex, QueueState,
+};

@@ -1,0 +1,1 @@
+//! The mlx5 vDPA driver: firmware commands in batches.

@@ -1,0 +1,1 @@
+//! RDMA verbs: one interface, over libibverbs or in software.

@@ -1,0 +1,1 @@
+//! Faults as data: what goes wrong in a model, and when.

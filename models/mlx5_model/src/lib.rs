@@ -1,0 +1,1 @@
+//! A software mlx5: its firmware and its network queues.

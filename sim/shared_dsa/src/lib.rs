@@ -1,0 +1,1 @@
+//! Many migrating VMs that share accelerators, in virtual time.
