@@ -6,6 +6,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 /// An address as the device uses it: an IOVA of the IOMMU, or with shared virtual addressing the
@@ -29,14 +30,60 @@ pub struct BusRun {
     pub bytes: u64,
 }
 
-/// Memory of this process, by address. Only a number: holding one keeps nothing alive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct HostRange {
-    /// Virtual address.
-    pub address: u64,
-    /// Length.
-    pub bytes: u64,
+/// A piece of this process's memory that a device may be given, and what keeps it there. Guest
+/// memory, usually: the guest and the VMM go on using it.
+#[derive(Clone)]
+pub struct HostMemory {
+    address: u64,
+    bytes: u64,
+    owner: Arc<dyn Any + Send + Sync>,
 }
+
+impl HostMemory {
+    /// Names memory.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `address` are mapped and may be read and written, by raw pointers only,
+    /// until `owner` is dropped.
+    pub unsafe fn new(address: u64, bytes: u64, owner: Arc<dyn Any + Send + Sync>) -> HostMemory {
+        assert!(address.checked_add(bytes).is_some(), "memory ends inside of the address space");
+        HostMemory { address, bytes, owner }
+    }
+
+    /// Its begin in this process.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A part of it; `None` if it is not inside.
+    pub fn slice(&self, offset: u64, bytes: u64) -> Option<HostMemory> {
+        let end = offset.checked_add(bytes)?;
+        let owner = Arc::clone(&self.owner);
+        (end <= self.bytes).then(|| HostMemory { address: self.address + offset, bytes, owner })
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostMemory({} bytes at {:#x})", self.bytes, self.address)
+    }
+}
+
+impl PartialEq for HostMemory {
+    /// Whether it is the same piece of memory. Two owners keep the same address only one after the
+    /// other, so they are compared as well.
+    fn eq(&self, other: &HostMemory) -> bool {
+        (self.address, self.bytes) == (other.address, other.bytes)
+            && Arc::ptr_eq(&self.owner, &other.owner)
+    }
+}
+
+impl Eq for HostMemory {}
 
 /// Why memory could not be made available to a device. The host's fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,8 +118,9 @@ pub trait Dma: Send + Sync {
     /// power of two).
     fn alloc(&self, bytes: usize, align: usize) -> Result<DmaBlock, DmaError>;
 
-    /// Pins memory of this process, which stays where it is. Whole pages.
-    fn pin(&self, memory: HostRange) -> Result<Pinned, DmaError>;
+    /// Pins memory of this process, which stays where it is; the guard keeps its owner. Whole
+    /// pages.
+    fn pin(&self, memory: &HostMemory) -> Result<Pinned, DmaError>;
 }
 
 /// Memory of a driver that its device may read and write at any time.

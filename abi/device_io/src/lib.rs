@@ -9,10 +9,12 @@ mod bus;
 mod dma;
 mod portal;
 mod registers;
+mod vectors;
 mod waiter;
 
 pub use bus::{BusFault, BusMemory};
-pub use dma::{BusAddress, BusRun, Dma, DmaBlock, DmaError, HostRange, Pinned};
+pub use dma::{BusAddress, BusRun, Dma, DmaBlock, DmaError, HostMemory, Pinned};
 pub use portal::{DESCRIPTOR_BYTES, Portal, Submission};
 pub use registers::Registers;
+pub use vectors::{Notify, Vectors};
 pub use waiter::Waiter;

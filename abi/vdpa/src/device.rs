@@ -1,11 +1,8 @@
 //! The device itself.
 
 use crate::{Counters, Identity, MapRun, QueueConfig, QueueIndex, QueueState, VdpaError};
+use martlet_device_io::Notify;
 use martlet_units::Instant;
-use std::sync::Arc;
-
-/// Called by a device when the guest is to be notified. Never blocks; any thread.
-pub type Notify = Arc<dyn Fn() + Send + Sync>;
 
 /// One vDPA device. Shared by the vCPU threads (kicks), the VMM's device thread (service) and the
 /// one who migrates; each call locks what it needs.

@@ -8,8 +8,9 @@ mod error;
 mod types;
 pub mod virtio;
 
-pub use device::{Notify, VdpaDevice};
+pub use device::VdpaDevice;
 pub use error::VdpaError;
+pub use martlet_device_io::{HostMemory, Notify};
 pub use types::{
     Access, Capabilities, Counters, Identity, Iova, MapRun, QueueConfig, QueueIndex, QueueState,
 };

@@ -1,5 +1,7 @@
 //! The values that go between a VMM and a device.
 
+use martlet_device_io::HostMemory;
+
 /// An address as the guest gives it to the device. Without a virtual IOMMU it is the guest
 /// physical address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -72,15 +74,14 @@ pub enum Access {
     ReadWrite,
 }
 
-/// A piece of the map from the guest's addresses to this process's memory. Whole pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A piece of the map from the guest's addresses to this process's memory. Whole pages, not empty;
+/// the pieces of a map are in the order of their addresses and don't overlap.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MapRun {
     /// Where the guest's addresses begin.
     pub iova: Iova,
-    /// The begin of the memory, an address of this process.
-    pub host: u64,
-    /// Length in bytes, above 0.
-    pub bytes: u64,
+    /// The memory behind them.
+    pub memory: HostMemory,
     /// What the device may do there.
     pub access: Access,
 }
