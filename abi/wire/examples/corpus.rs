@@ -41,6 +41,7 @@ fn messages() -> Vec<Control> {
             cpu_ns: 9,
             load_begin_ns: None,
             load_end_ns: None,
+            devices: None,
         }),
         Control::Ping(Ping { sent_ns: 1 << 40 }),
         Control::Pong(Pong { sent_ns: 1 << 40, answered_ns: 3 }),

@@ -50,6 +50,8 @@ pub struct Setup {
 
 /// Most data channels of a migration.
 pub const CHANNELS_MAX: u16 = 128;
+/// Most devices that a machine says something of.
+pub const DEVICES_MAX: usize = 64;
 /// Most regions of guest memory.
 pub const REGIONS_MAX: usize = 64;
 /// Longest machine description.
@@ -164,7 +166,7 @@ pub struct Committed {
 }
 
 /// What the guest did at the destination, sent a moment after the start.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct Alive {
     /// The guest's first heartbeat on the destination's clock, if it had one.
@@ -179,6 +181,27 @@ pub struct Alive {
     /// When it ended.
     #[n(3)]
     pub load_end_ns: Option<u64>,
+    /// Of the devices, if the machine has some that pass frames.
+    #[n(4)]
+    pub devices: Option<DevicesAlive>,
+}
+
+/// How the devices of a guest that has arrived came back; times are on the destination's clock.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct DevicesAlive {
+    /// When they were told to resume.
+    #[n(0)]
+    pub resume_begin_ns: u64,
+    /// When the last one had.
+    #[n(1)]
+    pub resume_end_ns: u64,
+    /// For each network card, at most [`DEVICES_MAX`], when it served its first frame.
+    #[n(2)]
+    pub first_frames_ns: Vec<Option<u64>>,
+    /// Which device does not work and why, in one line of at most [`REASON_BYTES_MAX`].
+    #[n(3)]
+    pub trouble: Option<String>,
 }
 
 /// A clock probe.

@@ -1,8 +1,8 @@
 //! What a well-formed control message must obey beyond its layout.
 
 use crate::control::{
-    Abandon, CHANNELS_MAX, MACHINE_BYTES_MAX, REASON_BYTES_MAX, REGIONS_MAX, STATE_BYTES_MAX,
-    Setup, WireRange,
+    Abandon, Alive, CHANNELS_MAX, DEVICES_MAX, MACHINE_BYTES_MAX, REASON_BYTES_MAX, REGIONS_MAX,
+    STATE_BYTES_MAX, Setup, WireRange,
 };
 use martlet_units::{Gfn, PageCount, PageRange};
 
@@ -35,6 +35,9 @@ pub enum ValueError {
     /// A saved state above [`STATE_BYTES_MAX`].
     #[error("saved state of {0} bytes, at most {STATE_BYTES_MAX}")]
     State(usize),
+    /// More devices than [`DEVICES_MAX`].
+    #[error("{0} devices, at most {DEVICES_MAX}")]
+    Devices(usize),
 }
 
 impl WireRange {
@@ -80,6 +83,17 @@ impl Setup {
             return Err(ValueError::Machine(self.machine.len()));
         }
         Ok(())
+    }
+}
+
+impl Alive {
+    pub(crate) fn check(&self) -> Result<(), ValueError> {
+        match &self.devices {
+            Some(devices) if devices.first_frames_ns.len() > DEVICES_MAX => {
+                Err(ValueError::Devices(devices.first_frames_ns.len()))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 }
 

@@ -12,7 +12,7 @@
 //! A reader reads the header, has it checked by [`FrameHeader::parse`], allocates the length that
 //! it then knows to be within the kind's limit, reads that, and calls [`Control::decode`].
 
-use crate::control::{Control, MACHINE_BYTES_MAX, STATE_BYTES_MAX};
+use crate::control::{Alive, Control, MACHINE_BYTES_MAX, STATE_BYTES_MAX};
 use crate::control_check::one_line;
 use core::fmt;
 use minicbor::decode::Decode;
@@ -292,13 +292,20 @@ impl Control {
             {
                 Err(ValueError::State(state.bytes.len()))
             }
+            Control::Alive(alive) => alive.check(),
             _ => Ok(()),
         }
     }
 
     fn tidied(mut self) -> Control {
-        if let Control::Abandon(why) | Control::CommitRefused(why) = &mut self {
-            why.reason = one_line(&why.reason);
+        match &mut self {
+            Control::Abandon(why) | Control::CommitRefused(why) => {
+                why.reason = one_line(&why.reason);
+            }
+            Control::Alive(Alive { devices: Some(devices), .. }) => {
+                devices.trouble = devices.trouble.as_deref().map(one_line);
+            }
+            _ => {}
         }
         self
     }
@@ -312,8 +319,8 @@ pub fn encode(message: &Control, out: &mut Vec<u8>) -> Result<(), EncodeError> {
     out.extend_from_slice(&[0; FRAME_HEADER_BYTES]);
     let body_start = out.len();
     match message {
-        Control::Abandon(why) | Control::CommitRefused(why) => {
-            append(&crate::control::Abandon::because(&why.reason), out);
+        Control::Abandon(_) | Control::CommitRefused(_) | Control::Alive(_) => {
+            message.clone().tidied().encode_body(out);
         }
         _ => message.encode_body(out),
     }

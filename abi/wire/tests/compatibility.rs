@@ -54,7 +54,8 @@ fn new_reads_old() {
             first_heartbeat_ns: None,
             cpu_ns: 9,
             load_begin_ns: None,
-            load_end_ns: None
+            load_end_ns: None,
+            devices: None
         })
     );
 }

@@ -11,11 +11,11 @@ mod source;
 mod vmm;
 
 pub use destination::{ReceiveStatus, Receiver};
-pub use report::{Outcome, PageCounts, Phases, Progress, Report, Side, Span, Status};
+pub use report::{Network, Outcome, PageCounts, Phases, Progress, Report, Side, Span, Status};
 pub use source::{MigrateOptions, Migration};
 pub use vmm::{
-    DestinationFactory, DestinationVmm, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
-    VmmError,
+    DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, Paused, Rehearsal, RunState,
+    SourceVmm, VmmError,
 };
 
 /// An error and its causes as one line.

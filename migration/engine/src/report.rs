@@ -131,6 +131,28 @@ pub enum Outcome {
     Undecided,
 }
 
+/// What became of the guest's network cards in a switchover.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Network {
+    /// For each card, from the last frame it served at the source to the first at the
+    /// destination; `None` if that is not known, because it served none or because there are two
+    /// clocks. In the order of the cards.
+    pub blackouts: Vec<Option<Duration>>,
+    /// From the order to suspend until no card touched memory any more. vCPUs run meanwhile.
+    pub suspend: Duration,
+    /// From the order to resume until the last card had. vCPUs run already.
+    pub resume: Option<Duration>,
+    /// Which device does not work at the destination, and why, in one line.
+    pub trouble: Option<String>,
+}
+
+impl Network {
+    /// The longest blackout of a card; `None` if one is not known.
+    pub fn worst(&self) -> Option<Duration> {
+        self.blackouts.iter().copied().collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+}
+
 /// What was measured in one migration.
 #[derive(Clone, Debug)]
 pub struct Report {
@@ -163,6 +185,8 @@ pub struct Report {
     pub source_cpu: Duration,
     /// CPU time of the destination process meanwhile, if it said so.
     pub destination_cpu: Option<Duration>,
+    /// What became of its network cards, if it has some.
+    pub network: Option<Network>,
     /// What the guest said of itself when it left.
     pub guest: Option<GuestCheck>,
     /// Whether both sides' memory was equal before the commit, if that was asked for.
@@ -187,6 +211,7 @@ impl Report {
             channels: 0,
             source_cpu: Duration::ZERO,
             destination_cpu: None,
+            network: None,
             guest: None,
             memory_equal: None,
         }

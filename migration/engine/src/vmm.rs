@@ -55,13 +55,34 @@ pub struct GuestCheck {
     pub wrong_pages: u64,
     /// Its heartbeats since its boot.
     pub heartbeats: u64,
+    /// What it says of its network cards, if it has any.
+    pub frames: Option<FrameCheck>,
+}
+
+/// What a guest says of the frames it exchanged since its boot, over all its network cards. Frames
+/// are numbered and checksummed; what comes back is compared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameCheck {
+    /// Frames it sent.
+    pub sent: u64,
+    /// Frames that came back whole and in their turn.
+    pub received: u64,
+    /// Numbers that were left out.
+    pub lost: u64,
+    /// Numbers that came again.
+    pub repeated: u64,
+    /// Frames whose content was wrong.
+    pub damaged: u64,
+    /// How often a queue's index went past 65535.
+    pub index_wraps: u64,
 }
 
 /// A machine whose guest can be moved away.
 ///
 /// Order of calls in one attempt: `machine_description`, `track`, any number of `rehearse` and
-/// `set_throttle`, then `begin_pause`, `wait_paused`, `take_state`, and if the attempt fails,
-/// `resume`. All take `&self`: the owner may ask for status meanwhile.
+/// `set_throttle`, then `begin_suspend`, `wait_suspended`, `begin_pause`, `wait_paused`,
+/// `take_state`, and if the attempt fails, `resume`. All take `&self`: the owner may ask for status
+/// meanwhile.
 pub trait SourceVmm: Send + Sync {
     /// What a destination must build, opaque to the engine and checked by the destination's VMM.
     fn machine_description(&self) -> Vec<u8>;
@@ -80,19 +101,30 @@ pub trait SourceVmm: Send + Sync {
     /// Takes this share of a running guest's time away, 0 to 99 per cent.
     fn set_throttle(&self, percent: u8);
 
+    /// Tells all devices that write guest memory by themselves to finish what they are at and stop,
+    /// together; waits for nothing. The vCPUs run on: what they give to a device meanwhile, it
+    /// finds when it is resumed.
+    fn begin_suspend(&self) {}
+
+    /// Returns when no such device touches guest memory any more, and what they wrote is known to
+    /// dirty tracking. On an error all of them have been set going again and the guest runs on.
+    fn wait_suspended(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
     /// Tells all vCPUs to stop and then each to save its own state, at once; waits for nothing.
     fn begin_pause(&self);
 
     /// Returns when no vCPU runs any more: dirty tracking is final from here. The saving may
-    /// still go on. On an error the guest has been set running again as it was.
+    /// still go on. On an error the guest and its devices have been set running again as they were.
     fn wait_paused(&self) -> Result<Paused, VmmError>;
 
     /// Waits for the vCPUs' own saving, adds the VM's and devices' state and returns all of it.
     /// Only between `wait_paused` and `resume`.
     fn take_state(&self) -> Result<Vec<u8>, VmmError>;
 
-    /// Gives the permit back; the guest goes on as it was. The source's way out of every failure
-    /// before the commit.
+    /// Gives the permit back; the guest goes on as it was, first its vCPUs, then its devices. The
+    /// source's way out of every failure before the commit.
     fn resume(&self, permit: RunPermit, state: RunState);
 
     /// After the commit: the guest has left for good. vCPU threads may end.
@@ -100,6 +132,12 @@ pub trait SourceVmm: Send + Sync {
 
     /// The last heartbeat that left this process, on `CLOCK_MONOTONIC`.
     fn last_heartbeat(&self) -> Option<Instant>;
+
+    /// For each network card, when it served its last frame in this process, on
+    /// `CLOCK_MONOTONIC`.
+    fn last_frames(&self) -> Vec<Option<Instant>> {
+        Vec::new()
+    }
 
     /// What the guest says of itself.
     fn guest_check(&self) -> Option<GuestCheck>;
@@ -118,7 +156,8 @@ pub trait DestinationFactory: Send + Sync {
 
 /// A machine that waits for a guest.
 ///
-/// Order of calls: any number of `load_state` (rehearsals), `arm`, the last `load_state`, `start`.
+/// Order of calls: any number of `load_state` (rehearsals), `arm`, the last `load_state`, `start`,
+/// `resume_devices`.
 /// Dropping it before `start` frees everything.
 pub trait DestinationVmm: Send + Sync {
     /// The memory to receive into.
@@ -133,9 +172,21 @@ pub trait DestinationVmm: Send + Sync {
     /// most `limit`.
     fn arm(&self, limit: Duration);
 
-    /// Runs the guest, or leaves it paused.
+    /// Runs the guest, or leaves it paused. Its devices are not waited for.
     fn start(&self, permit: RunPermit, state: RunState);
+
+    /// Sets all devices going, together, and waits until they do; right after `start`, and also
+    /// for a guest that stays paused, whose devices then stay as they are. The guest has arrived
+    /// whatever comes of this: an error says which device does not work.
+    fn resume_devices(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// The first heartbeat that left this process, on `CLOCK_MONOTONIC`.
     fn first_heartbeat(&self) -> Option<Instant>;
+
+    /// For each network card, when it served its first frame in this process.
+    fn first_frames(&self) -> Vec<Option<Instant>> {
+        Vec::new()
+    }
 }

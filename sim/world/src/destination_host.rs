@@ -250,8 +250,13 @@ impl World {
             }
             DestinationWork::Alive => {
                 let first_heartbeat_ns = Some(self.queue.now().0);
-                let alive =
-                    Alive { first_heartbeat_ns, cpu_ns: 0, load_begin_ns: None, load_end_ns: None };
+                let alive = Alive {
+                    first_heartbeat_ns,
+                    cpu_ns: 0,
+                    load_begin_ns: None,
+                    load_end_ns: None,
+                    devices: None,
+                };
                 self.tell_destination(DestinationEvent::Alive(alive))
             }
         }

@@ -116,6 +116,7 @@ impl SourceVmm for Machine {
             verified_pages: counters.verified_pages,
             wrong_pages: counters.wrong_pages,
             heartbeats: counters.heartbeats,
+            frames: None,
         })
     }
 }

@@ -12,12 +12,12 @@ use martlet_protocol::{
 use martlet_ram::Placer;
 use martlet_transport::{ControlLink, Stream, monotonic_now, wait_any};
 use martlet_units::{Gfn, Instant, PageCount, PageRange};
-use martlet_wire::control::{Alive, Setup};
+use martlet_wire::control::{Alive, DEVICES_MAX, DevicesAlive, Setup};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::info;
+use tracing::{info, warn};
 
 /// The thread stays awake this long for a blackout that was announced.
 const AWAKE_MAX: Duration = Duration::from_millis(200);
@@ -30,6 +30,9 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long a guest may take to its first heartbeat before the source is told that it has none.
 const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
+
+/// How long cards may take to their first frames behind that. A card with nothing to do has none.
+const FRAMES_MAX: Duration = Duration::from_millis(100);
 
 /// How often the first heartbeat is looked for: it is only reported, nobody waits for it.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(1);
@@ -58,6 +61,8 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
         awake_bytes: 0,
         loading: None,
         heartbeat_until: None,
+        devices_wait: false,
+        devices: None,
         cpu_before: host::process_cpu(),
         outcome: None,
     };
@@ -84,8 +89,11 @@ struct Attempt {
     awake_bytes: u64,
     /// When the last loading of a state began and ended.
     loading: Option<(Instant, Instant)>,
-    /// Set while the first heartbeat is looked for.
+    /// Set while the first heartbeat, and the first frame of each network card, are looked for.
     heartbeat_until: Option<Instant>,
+    /// The guest was started and its devices were not.
+    devices_wait: bool,
+    devices: Option<DevicesAlive>,
     cpu_before: Duration,
     outcome: Option<DestinationOutcome>,
 }
@@ -94,6 +102,7 @@ impl Attempt {
     fn serve(&mut self) {
         loop {
             self.settle();
+            self.resume_devices();
             if self.outcome.is_some() {
                 return;
             }
@@ -281,17 +290,48 @@ impl Attempt {
         vmm.start(permit, state);
         self.tell(DestinationEvent::Started { at: now });
         self.fall_asleep();
-        if running {
-            self.heartbeat_until = Some(now.after(HEARTBEAT_MAX));
-        } else {
-            self.report_alive(None);
+        self.devices_wait = true;
+        self.heartbeat_until = Some(if running { now.after(HEARTBEAT_MAX) } else { now });
+    }
+
+    /// Once the source knows that the guest runs. Blocks for some milliseconds: the cards of a
+    /// running guest wait for nothing else.
+    fn resume_devices(&mut self) {
+        if !std::mem::take(&mut self.devices_wait) {
+            return;
+        }
+        let Some(vmm) = &self.vmm else { return };
+        let begin = monotonic_now();
+        let trouble = vmm.resume_devices().err().map(|error| crate::chain(&error));
+        if let Some(trouble) = &trouble {
+            warn!(%trouble, "a device does not work here");
+        }
+        let cards = vmm.first_frames().len().min(DEVICES_MAX);
+        if cards > 0 || trouble.is_some() {
+            self.devices = Some(DevicesAlive {
+                resume_begin_ns: begin.0,
+                resume_end_ns: monotonic_now().0,
+                first_frames_ns: vec![None; cards],
+                trouble,
+            });
         }
     }
 
     fn look_for_heartbeat(&mut self, now: Instant) {
         let Some(until) = self.heartbeat_until else { return };
-        let first = self.vmm.as_ref().and_then(|vmm| vmm.first_heartbeat());
-        if first.is_some() || now >= until {
+        let Some(vmm) = &self.vmm else { return };
+        let first = vmm.first_heartbeat();
+        let mut heard_all = first.is_some();
+        // The heartbeat is worth a long wait, frames are not.
+        let frames_until = self.devices.as_ref().map(|devices| devices.resume_end_ns);
+        let late = frames_until.is_some_and(|end| now >= Instant(end).after(FRAMES_MAX));
+        if let Some(devices) = &mut self.devices {
+            for (known, frame) in devices.first_frames_ns.iter_mut().zip(vmm.first_frames()) {
+                *known = frame.map(|moment| moment.0);
+                heard_all &= frame.is_some();
+            }
+        }
+        if heard_all || (first.is_some() && late) || now >= until {
             self.report_alive(first);
         }
     }
@@ -299,11 +339,13 @@ impl Attempt {
     fn report_alive(&mut self, first: Option<Instant>) {
         self.heartbeat_until = None;
         let cpu = host::process_cpu().saturating_sub(self.cpu_before);
+        let devices = self.devices.take();
         self.tell(DestinationEvent::Alive(Alive {
             first_heartbeat_ns: first.map(|moment| moment.0),
             cpu_ns: nanos(cpu),
             load_begin_ns: self.loading.map(|(begin, _)| begin.0),
             load_end_ns: self.loading.map(|(_, end)| end.0),
+            devices,
         }));
     }
 

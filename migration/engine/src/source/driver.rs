@@ -111,6 +111,7 @@ struct Driver<'ram> {
     pending: VecDeque<SourceEvent>,
     moments: Option<Moments>,
     last_heartbeat: Option<Instant>,
+    last_frames: Vec<Option<Instant>>,
     /// Both sides run on one host and so on one clock.
     same_host: bool,
     committed: Option<Committed>,
@@ -193,6 +194,7 @@ impl<'ram> Driver<'ram> {
             pending: VecDeque::new(),
             moments: None,
             last_heartbeat: None,
+            last_frames: Vec::new(),
             same_host: false,
             committed: None,
             alive: None,

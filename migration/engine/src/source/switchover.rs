@@ -1,13 +1,16 @@
 //! The switchover's times, and what they say about the blackout.
 
-use crate::report::{Phases, Side, Span};
+use crate::report::{Network, Phases, Side, Span};
 use martlet_units::Instant;
-use martlet_wire::control::{Alive, Committed};
+use martlet_wire::control::{Alive, Committed, DevicesAlive};
 use std::time::Duration;
 
 /// Moments of one switchover on the source's clock, in the order in which they come.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
+    /// When the devices were told to stop. vCPUs run on.
+    pub(super) suspend: Instant,
+    /// When the vCPUs were told to stop: the devices had.
     pub(super) stop: Instant,
     pub(super) paused: Instant,
     pub(super) synced: Instant,
@@ -17,9 +20,11 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// All at `stop`; each is set when it comes.
-    pub(super) fn starting(stop: Instant) -> Moments {
+    /// Devices are told to stop at `suspend`, vCPUs at `stop`; what comes later is set when it
+    /// comes.
+    pub(super) fn starting(suspend: Instant, stop: Instant) -> Moments {
         Moments {
+            suspend,
             stop,
             paused: stop,
             synced: stop,
@@ -31,7 +36,7 @@ impl Moments {
 }
 
 /// What the destination said, on its clock, and how to read that clock.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Remote {
     pub(super) committed: Committed,
     pub(super) alive: Option<Alive>,
@@ -47,12 +52,16 @@ impl Remote {
     }
 
     fn loading(&self) -> Option<(Instant, Instant)> {
-        let alive = self.alive?;
+        let alive = self.alive.as_ref()?;
         Some((self.here(alive.load_begin_ns?), self.here(alive.load_end_ns?)))
     }
 
     fn first_heartbeat(&self) -> Option<Instant> {
-        self.alive?.first_heartbeat_ns.map(|ns| self.here(ns))
+        self.alive.as_ref()?.first_heartbeat_ns.map(|ns| self.here(ns))
+    }
+
+    fn devices(&self) -> Option<&DevicesAlive> {
+        self.alive.as_ref()?.devices.as_ref()
     }
 }
 
@@ -89,6 +98,31 @@ pub(super) fn blackout(
         + phases.start
 }
 
+/// What became of the cards, of which there is at least one.
+pub(super) fn network(
+    moments: &Moments,
+    last_frames: &[Option<Instant>],
+    remote: Option<&Remote>,
+) -> Network {
+    let suspend = moments.stop.since(moments.suspend);
+    let Some((remote, devices)) = remote.and_then(|remote| Some((remote, remote.devices()?)))
+    else {
+        return Network { blackouts: vec![None; last_frames.len()], suspend, ..Network::default() };
+    };
+    let blackout = |(card, last): (usize, &Option<Instant>)| {
+        let first_ns = devices.first_frames_ns.get(card).copied().flatten()?;
+        // Two clocks' error is larger than what is measured here.
+        remote.error.is_zero().then(|| Some(remote.here(first_ns).since((*last)?)))?
+    };
+    let resume_ns = devices.resume_end_ns.saturating_sub(devices.resume_begin_ns);
+    Network {
+        blackouts: last_frames.iter().enumerate().map(blackout).collect(),
+        suspend,
+        resume: Some(Duration::from_nanos(resume_ns)),
+        trouble: devices.trouble.clone(),
+    }
+}
+
 /// The picture: one bar for each thing that happened, from the last heartbeat to the first.
 pub(super) fn timeline(
     moments: &Moments,
@@ -102,9 +136,12 @@ pub(super) fn timeline(
         start_us: micros_between(zero, start),
         end_us: micros_between(zero, end.max(start)),
     };
-    let mut spans = Vec::with_capacity(10);
+    let mut spans = Vec::with_capacity(12);
     if let Some(last) = last_heartbeat {
         spans.push(span("guest runs on", Side::Source, last, moments.stop));
+    }
+    if moments.suspend < moments.stop {
+        spans.push(span("suspend devices", Side::Source, moments.suspend, moments.stop));
     }
     spans.push(span("stop vCPUs", Side::Source, moments.stop, moments.paused));
     spans.push(span("read dirty log", Side::Source, moments.paused, moments.synced));
@@ -127,6 +164,11 @@ pub(super) fn timeline(
         if let Some(first) = remote.first_heartbeat() {
             spans.push(span("first heartbeat", Side::Destination, started, first));
         }
+        if let Some(devices) = remote.devices() {
+            let (begin, end) = (devices.resume_begin_ns, devices.resume_end_ns);
+            let (begin, end) = (remote.here(begin), remote.here(end));
+            spans.push(span("resume devices", Side::Destination, begin, end));
+        }
     }
     spans
 }
@@ -144,6 +186,7 @@ mod tests {
 
     fn moments() -> Moments {
         Moments {
+            suspend: Instant(800_000),
             stop: Instant(1_000_000),
             paused: Instant(1_040_000),
             synced: Instant(1_050_000),
@@ -166,6 +209,12 @@ mod tests {
                 cpu_ns: 0,
                 load_begin_ns: Some(there(1_105_000)),
                 load_end_ns: Some(there(1_125_000)),
+                devices: Some(DevicesAlive {
+                    resume_begin_ns: there(1_210_000),
+                    resume_end_ns: there(1_500_000),
+                    first_frames_ns: vec![Some(there(1_300_000)), Some(there(1_350_000)), None],
+                    trouble: None,
+                }),
             }),
             offset_ns,
             error,
@@ -187,6 +236,21 @@ mod tests {
         assert_eq!(blackout(Some(Instant(990_000)), &remote, &phases), Duration::from_micros(210));
         let spans = timeline(&moments(), Some(Instant(990_000)), Some(&remote));
         assert_eq!((spans[0].start_us, spans[0].end_us), (-10, 0));
-        assert_eq!(spans.last().map(|span| span.end_us), Some(400));
+        assert_eq!(spans.last().map(|span| (span.start_us, span.end_us)), Some((210, 500)));
+    }
+
+    #[test]
+    fn cards_are_measured_from_frame_to_frame() {
+        let last = [Some(Instant(810_000)), Some(Instant(900_000))];
+        let known = network(&moments(), &last, Some(&remote(0, Duration::ZERO)));
+        assert_eq!(known.worst(), Some(Duration::from_micros(490)));
+        assert_eq!(known.suspend, Duration::from_micros(200));
+        assert_eq!(known.resume, Some(Duration::from_micros(290)));
+        // The third one served nothing; and two clocks say nothing of one card.
+        let third = [last[0], last[1], last[0]];
+        assert_eq!(network(&moments(), &third, Some(&remote(0, Duration::ZERO))).worst(), None);
+        let far = remote(5, Duration::from_micros(20));
+        assert_eq!(network(&moments(), &last, Some(&far)).blackouts, [None, None]);
+        assert_eq!(network(&moments(), &last, None).blackouts, [None, None]);
     }
 }

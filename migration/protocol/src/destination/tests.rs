@@ -88,6 +88,7 @@ fn events() -> Vec<DestinationEvent> {
             cpu_ns: 0,
             load_begin_ns: None,
             load_end_ns: None,
+            devices: None,
         }),
         DestinationEvent::Cancel { reason: reason() },
         DestinationEvent::ControlLost { reason: reason() },

@@ -99,6 +99,7 @@ fn inputs() -> Vec<(Kind, Input)> {
             cpu_ns: 0,
             load_begin_ns: None,
             load_end_ns: None,
+            devices: None,
         })),
         message(Control::Abandon(why)),
         message(Control::Pong(Pong { sent_ns: 0, answered_ns: 0 })),

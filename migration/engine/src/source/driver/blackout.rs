@@ -15,13 +15,20 @@ impl Driver<'_> {
         self.flush_control();
         std::thread::sleep(SETTLE);
         self.shared.set_status(Status::Device);
-        let mut moments = Moments::starting(monotonic_now());
+        let suspend = monotonic_now();
+        self.vmm.begin_suspend();
+        if let Err(error) = self.vmm.wait_suspended() {
+            return self.host_failed("cannot suspend the devices", &error);
+        }
+        // The vCPUs ran until here: devices take longer to stop.
+        let mut moments = Moments::starting(suspend, monotonic_now());
         self.vmm.begin_pause();
         match self.vmm.wait_paused() {
             Ok(paused) => {
                 moments.paused = monotonic_now();
                 self.moments = Some(moments);
                 self.last_heartbeat = self.vmm.last_heartbeat();
+                self.last_frames = self.vmm.last_frames();
                 let running = paused.was == RunState::Running;
                 self.tell(SourceEvent::Paused { permit: paused.permit, running });
             }

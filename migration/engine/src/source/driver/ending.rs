@@ -68,7 +68,10 @@ impl Driver<'_> {
             .as_ref()
             .filter(|_| measurable)
             .map(|remote| switchover::blackout(self.last_heartbeat, remote, &phases));
-        let alive = remote.as_ref().and_then(|remote| remote.alive);
+        let alive = remote.as_ref().and_then(|remote| remote.alive.as_ref());
+        let network = moments
+            .filter(|_| !self.last_frames.is_empty())
+            .map(|moments| switchover::network(moments, &self.last_frames, remote.as_ref()));
         let progress = self.shared.progress(monotonic_now());
         let sent = self.sent.bytes.load(Ordering::Relaxed) + self.control.sent_bytes();
         Report {
@@ -88,6 +91,7 @@ impl Driver<'_> {
             channels: self.channels,
             source_cpu: host::process_cpu().saturating_sub(self.cpu_before),
             destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
+            network,
             guest: self.guest,
             memory_equal: self.memory_equal,
         }
@@ -102,7 +106,7 @@ impl Driver<'_> {
             let clock = self.machine.clock()?;
             (clock.offset_ns, clock.error)
         };
-        Some(Remote { committed, alive: self.alive, offset_ns, error })
+        Some(Remote { committed, alive: self.alive.clone(), offset_ns, error })
     }
 
     /// An undecided migration waits here until the destination settles it.
