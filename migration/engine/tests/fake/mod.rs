@@ -52,6 +52,24 @@ pub struct FakeVmm {
     /// So many of the next rehearsals measure a host that had something else to do.
     pub slow_rehearsals: AtomicU64,
     pub rehearsals: AtomicU64,
+    pub device: FakeDevice,
+}
+
+/// A network card of the fake machine: writes pages by itself until it is suspended.
+#[derive(Default)]
+pub struct FakeDevice {
+    /// There is one.
+    pub present: AtomicBool,
+    suspend_request: AtomicBool,
+    suspended: AtomicBool,
+    /// The number of its next write; part of the saved state.
+    pub writes: AtomicU64,
+    first_frame: AtomicU64,
+    last_frame: AtomicU64,
+    pub fail_suspend: AtomicBool,
+    pub fail_resume: AtomicBool,
+    /// It was told to suspend after the vCPUs had stopped.
+    pub suspended_late: AtomicBool,
 }
 
 impl FakeVmm {
@@ -74,10 +92,65 @@ impl FakeVmm {
             slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
             rehearsals: AtomicU64::new(0),
+            device: FakeDevice::default(),
         });
         let guest = Arc::clone(&vmm);
         std::thread::spawn(move || guest.guest_thread());
         vmm
+    }
+
+    /// Gives the machine its card. A waiting machine's is suspended.
+    pub fn plug(self: &Arc<FakeVmm>, suspended: bool) {
+        self.device.present.store(true, Ordering::SeqCst);
+        self.device.suspend_request.store(suspended, Ordering::SeqCst);
+        let vmm = Arc::clone(self);
+        std::thread::spawn(move || vmm.device_thread());
+    }
+
+    fn device_thread(&self) {
+        let device = &self.device;
+        while !self.quit.load(Ordering::SeqCst) {
+            let suspend = device.suspend_request.load(Ordering::SeqCst);
+            device.suspended.store(suspend, Ordering::SeqCst);
+            if !suspend {
+                self.device_write();
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// The card's pages are none of the guest's.
+    fn device_write(&self) {
+        let number = self.device.writes.fetch_add(1, Ordering::SeqCst);
+        let page = PAGES / 4 + number % 64;
+        let word = self.ram.region(RegionIndex(0)).unwrap().host_ptr(page).cast::<u64>();
+        // SAFETY: an aligned word of a page of the region, which the machine keeps.
+        unsafe { AtomicU64::from_ptr(word) }.fetch_add(1, Ordering::SeqCst);
+        self.dirty.region(RegionIndex(0)).set(page);
+        let now = monotonic_now().0;
+        self.device.last_frame.store(now, Ordering::SeqCst);
+        let first = &self.device.first_frame;
+        let _ = first.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    fn resume_device(&self) {
+        self.device.suspend_request.store(false, Ordering::SeqCst);
+    }
+
+    fn has_device(&self) -> bool {
+        self.device.present.load(Ordering::SeqCst)
+    }
+
+    fn state(&self) -> Vec<u8> {
+        let counters = [&self.counter, &self.device.writes];
+        counters.iter().flat_map(|count| count.load(Ordering::SeqCst).to_le_bytes()).collect()
+    }
+
+    /// One card's frame times, if there is a card.
+    fn frames(&self, at: &AtomicU64) -> Vec<Option<Instant>> {
+        let moment = at.load(Ordering::SeqCst);
+        let known = (moment > 0).then_some(Instant(moment));
+        if self.has_device() { vec![known] } else { Vec::new() }
     }
 
     /// A guest that runs here from the start.
@@ -233,11 +306,32 @@ impl SourceVmm for FakeVmm {
         Ok(Rehearsal {
             pause: if slow { Duration::from_secs(10) } else { Duration::from_micros(100) },
             save: Duration::from_micros(10),
-            state: self.counter.load(Ordering::SeqCst).to_le_bytes().to_vec(),
+            state: self.state(),
         })
     }
 
     fn set_throttle(&self, _: u8) {}
+
+    fn begin_suspend(&self) {
+        let late = self.stop_request.load(Ordering::SeqCst);
+        self.device.suspended_late.fetch_or(late, Ordering::SeqCst);
+        self.device.suspend_request.store(true, Ordering::SeqCst);
+    }
+
+    fn wait_suspended(&self) -> Result<(), VmmError> {
+        if self.device.fail_suspend.load(Ordering::SeqCst) {
+            self.resume_device();
+            return Err(error("suspend card 0"));
+        }
+        while self.has_device() && !self.device.suspended.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn last_frames(&self) -> Vec<Option<Instant>> {
+        self.frames(&self.device.last_frame)
+    }
 
     fn begin_pause(&self) {
         self.stop_request.store(true, Ordering::SeqCst);
@@ -255,11 +349,12 @@ impl SourceVmm for FakeVmm {
         if self.fail_save.load(Ordering::SeqCst) {
             return Err(error("save"));
         }
-        Ok(self.counter.load(Ordering::SeqCst).to_le_bytes().to_vec())
+        Ok(self.state())
     }
 
     fn resume(&self, permit: RunPermit, state: RunState) {
         self.let_run(permit, state);
+        self.resume_device();
     }
 
     fn moved_away(&self) {
@@ -283,11 +378,13 @@ impl DestinationVmm for FakeVmm {
     }
 
     fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError> {
-        let bytes: [u8; 8] = state.try_into().map_err(|_| error("load"))?;
+        let (counters, []) = state.as_chunks::<8>() else { return Err(error("load")) };
+        let &[guest, device] = counters else { return Err(error("load")) };
         if self.fail_load.load(Ordering::SeqCst) {
             return Err(error("load"));
         }
-        self.counter.store(u64::from_le_bytes(bytes), Ordering::SeqCst);
+        self.counter.store(u64::from_le_bytes(guest), Ordering::SeqCst);
+        self.device.writes.store(u64::from_le_bytes(device), Ordering::SeqCst);
         Ok(Duration::from_micros(1))
     }
 
@@ -295,6 +392,19 @@ impl DestinationVmm for FakeVmm {
 
     fn start(&self, permit: RunPermit, state: RunState) {
         self.let_run(permit, state);
+    }
+
+    fn resume_devices(&self) -> Result<(), VmmError> {
+        assert!(self.holds_permit(), "vCPUs are first");
+        if self.device.fail_resume.load(Ordering::SeqCst) {
+            return Err(error("resume card 0"));
+        }
+        self.resume_device();
+        Ok(())
+    }
+
+    fn first_frames(&self) -> Vec<Option<Instant>> {
+        self.frames(&self.device.first_frame)
     }
 
     fn first_heartbeat(&self) -> Option<Instant> {
@@ -311,6 +421,9 @@ pub struct FakeFactory {
     pub last: Mutex<Option<Arc<FakeVmm>>>,
     pub fail_load: AtomicBool,
     pub refuse: AtomicBool,
+    /// Machines get a card.
+    pub plug: AtomicBool,
+    pub fail_resume: AtomicBool,
 }
 
 impl DestinationFactory for FakeFactory {
@@ -325,6 +438,11 @@ impl DestinationFactory for FakeFactory {
         }
         let vmm = FakeVmm::new();
         vmm.fail_load.store(self.fail_load.load(Ordering::SeqCst), Ordering::SeqCst);
+        if self.plug.load(Ordering::SeqCst) {
+            vmm.plug(true);
+            let fails = self.fail_resume.load(Ordering::SeqCst);
+            vmm.device.fail_resume.store(fails, Ordering::SeqCst);
+        }
         *self.last.lock().unwrap() = Some(Arc::clone(&vmm));
         Ok(vmm)
     }
