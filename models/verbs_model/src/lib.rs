@@ -1,0 +1,1 @@
+//! A deterministic RDMA NIC under virtual time.
