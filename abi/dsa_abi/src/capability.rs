@@ -1,0 +1,214 @@
+//! What a device says that it can: the capability registers that Linux shows in sysfs
+//! (`version`, `gen_cap`, `op_cap`) and the one that a model needs to say the same.
+
+use crate::Opcode;
+use bitfield_struct::bitfield;
+
+/// The VERSION register: `0x100` for Sapphire Rapids, `0x200` for the generation after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub u32);
+
+impl Version {
+    /// Version 1: the device file's `write` takes no batches, and a batch needs two descriptors.
+    pub const V1: Version = Version(0x100);
+    /// Version 2.
+    pub const V2: Version = Version(0x200);
+}
+
+/// GENCAP, at 0x10 of the device's registers (DSA specification, General Capabilities Register).
+#[bitfield(u64)]
+#[derive(PartialEq, Eq)]
+pub struct GeneralCapability {
+    /// Descriptors may block on page faults.
+    pub block_on_fault: bool,
+    /// Copies may overlap.
+    pub overlapping_copy: bool,
+    /// Writes may be steered to memory.
+    pub cache_control_memory: bool,
+    /// Cache flushes may leave the line in the cache.
+    pub cache_control_flush: bool,
+    /// The command capability register exists.
+    pub command_capability: bool,
+    #[bits(3)]
+    _reserved: u8,
+    /// Destinations may be read back.
+    pub destination_readback: bool,
+    /// A drain may read back.
+    pub drain_readback: bool,
+    #[bits(3)]
+    _reserved: u8,
+    /// Event log: 0 for none.
+    #[bits(2)]
+    pub event_log: u8,
+    /// A batch goes on after a page fault in one of its descriptors.
+    pub batch_continuation: bool,
+    /// Largest transfer is 2 to the power of this, in bytes.
+    #[bits(5)]
+    pub transfer_shift_max: u8,
+    /// Largest batch is 2 to the power of this, in descriptors.
+    #[bits(4)]
+    pub batch_shift_max: u8,
+    /// Interrupt message storage entries, in units of 256.
+    #[bits(6)]
+    pub interrupt_storage: u8,
+    /// The configuration may be changed.
+    pub configurable: bool,
+    #[bits(32)]
+    _reserved: u32,
+}
+
+impl GeneralCapability {
+    /// Largest transfer of any work queue, in bytes.
+    pub const fn transfer_bytes_max(self) -> u64 {
+        1 << self.transfer_shift_max()
+    }
+
+    /// Largest batch of any work queue, in descriptors.
+    pub const fn batch_max(self) -> u32 {
+        1 << self.batch_shift_max()
+    }
+}
+
+/// WQCAP, at 0x20 of the device's registers (DSA specification, Work Queue Capabilities Register).
+#[bitfield(u64)]
+#[derive(PartialEq, Eq)]
+pub struct WqCapability {
+    /// Entries of all work queues together.
+    pub entries: u16,
+    /// Work queues.
+    pub queues: u8,
+    /// A work queue's configuration takes 2 to the power of 5 and this, in bytes.
+    #[bits(4)]
+    pub config_shift: u8,
+    #[bits(20)]
+    _reserved: u32,
+    /// Work queues may be shared.
+    pub shared: bool,
+    /// Work queues may be dedicated.
+    pub dedicated: bool,
+    /// Address translation services may be turned off for a work queue.
+    pub ats_control: bool,
+    /// Work queues have priorities.
+    pub priority: bool,
+    /// A work queue tells how many of its entries are taken.
+    pub occupancy: bool,
+    /// It interrupts when they reach a limit.
+    pub occupancy_interrupt: bool,
+    /// Operations may be allowed by work queue.
+    pub operation_control: bool,
+    /// Page requests may be turned off for a work queue.
+    pub page_request_control: bool,
+    #[bits(8)]
+    _reserved: u8,
+}
+
+/// OPCAP: which of 256 operations a device has, or OPCFG: which a work queue may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OperationCapability {
+    words: [u64; 4],
+}
+
+impl OperationCapability {
+    /// By words of 64 bits, the operations 0 to 63 first.
+    pub const fn from_words(words: [u64; 4]) -> OperationCapability {
+        OperationCapability { words }
+    }
+
+    /// Just these.
+    pub fn of(operations: &[Opcode]) -> OperationCapability {
+        let mut words = [0; 4];
+        for operation in operations {
+            let word = words.get_mut(usize::from(operation.0 >> 6));
+            word.into_iter().for_each(|word| *word |= 1 << (operation.0 & 63));
+        }
+        OperationCapability { words }
+    }
+
+    /// By words of 64 bits, the operations 0 to 63 first.
+    pub const fn words(self) -> [u64; 4] {
+        self.words
+    }
+
+    /// Whether the operation is there.
+    pub fn has(self, operation: Opcode) -> bool {
+        let word = self.words.get(usize::from(operation.0 >> 6));
+        word.is_some_and(|word| word >> (operation.0 & 63) & 1 != 0)
+    }
+
+    /// Reads what sysfs prints: words in hexadecimal, the most significant first, of 32 bits between
+    /// commas (`%*pb`, since Linux 5.19) or of 64 bits between spaces (before). `None` for anything
+    /// else.
+    pub fn parse(text: &str) -> Option<OperationCapability> {
+        let text = text.trim();
+        let (separator, bits) = if text.contains(' ') { (' ', 64) } else { (',', 32) };
+        let mut words = [0; 4];
+        let mut at = 0_usize;
+        for part in text.rsplit(separator) {
+            let digits = part.strip_prefix("0x").unwrap_or(part);
+            let all_hex = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+            let value = u64::from_str_radix(digits, 16).ok().filter(|_| all_hex)?;
+            if bits == 32 && value > u64::from(u32::MAX) {
+                return None;
+            }
+            let word = words.get_mut(at / 64)?;
+            *word |= value << (at % 64);
+            at += bits;
+        }
+        Some(OperationCapability { words })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operation_capabilities_are_read_as_linux_prints_them() {
+        let commas = "00000000,00000000,00000000,00000000,00000000,00000000,00000001,003f03ff\n";
+        let spaces = "0x0 0x0 0x0 0x1003f03ff\n";
+        for text in [commas, spaces, "1,003f03ff"] {
+            let parsed = OperationCapability::parse(text).unwrap();
+            assert_eq!(parsed.words(), [0x1_003f_03ff, 0, 0, 0], "{text:?}");
+            assert!(parsed.has(Opcode::COMPVAL) && parsed.has(Opcode::CACHE_FLUSH));
+            assert!(!parsed.has(Opcode::TRANSLATION_FETCH));
+        }
+        for text in ["", "x", "1,2,3,4,5,6,7,8,9", "0 0 0 0 0", "123456789", "1,", "+1", "0x0x1"] {
+            assert_eq!(OperationCapability::parse(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn general_capabilities_have_the_bits_of_the_register() {
+        // Typed by hand: block on fault, overlapping copy, cache controls, command capability;
+        // destination and drain readback; 2^31 bytes; 2^10 descriptors; one unit of storage;
+        // configurable.
+        let bits = 0x1f | 1 << 8 | 1 << 9 | 31 << 16 | 10 << 21 | 1 << 25 | 1 << 31_u64;
+        let capability = GeneralCapability::from_bits(bits);
+        assert!(capability.block_on_fault() && capability.command_capability());
+        assert!(capability.destination_readback() && capability.drain_readback());
+        assert!(!capability.batch_continuation() && capability.event_log() == 0);
+        assert_eq!(capability.transfer_bytes_max(), 2 << 30);
+        assert_eq!(capability.batch_max(), 1024);
+        assert!(capability.configurable());
+        assert!(capability.interrupt_storage() == 1);
+    }
+
+    #[test]
+    fn work_queue_capabilities_have_the_bits_of_the_register() {
+        // 128 entries, 8 work queues, configurations of 64 bytes, shared, dedicated, priority,
+        // occupancy.
+        let bits = 128 | 8 << 16 | 1 << 24 | 1 << 48 | 1 << 49 | 1 << 51 | 1 << 52;
+        let capability = WqCapability::from_bits(bits);
+        assert_eq!((capability.entries(), capability.queues()), (128, 8));
+        assert_eq!(capability.config_shift(), 1);
+        assert!(capability.shared() && capability.dedicated() && capability.priority());
+        assert!(capability.occupancy() && !capability.ats_control());
+    }
+
+    #[test]
+    fn an_operation_set_knows_its_members() {
+        let set = OperationCapability::of(&[Opcode::NOOP, Opcode::BATCH, Opcode(0xff)]);
+        assert_eq!(set.words(), [3, 0, 0, 1 << 63]);
+        assert!(set.has(Opcode(0xff)) && !set.has(Opcode::COMPVAL));
+    }
+}
