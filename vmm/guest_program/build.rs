@@ -11,7 +11,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const ENTRY_SYMBOL: &str = "martlet_guest_entry";
-const SOURCES: [&str; 3] = ["src/guest/main.rs", "src/guest/abi.rs", "src/guest/page.rs"];
+const SOURCES: [&str; 8] = [
+    "src/guest/main.rs",
+    "src/guest/abi.rs",
+    "src/guest/page.rs",
+    "src/guest/nic/mod.rs",
+    "src/guest/nic/frame.rs",
+    "src/guest/nic/queue.rs",
+    "src/guest/nic/registers.rs",
+    "src/guest/nic/setup.rs",
+];
 
 fn main() {
     for source in SOURCES {

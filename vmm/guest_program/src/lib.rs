@@ -1,7 +1,8 @@
 //! The built-in guest: a program that shows whether a migration lost anything.
 //!
 //! It fills memory with pages whose every word is known, rewrites a working set at a set rate,
-//! checks all pages again and again, and keeps a heartbeat on a port and in memory. The same
+//! checks all pages again and again, and keeps a heartbeat on a port and in memory. It sends numbered
+//! frames on its network cards, if it has some, and checks what comes back. The same
 //! position-independent bytes run at privilege level 3 of a KVM vCPU and as a thread of a process.
 //!
 //! ```text
@@ -17,12 +18,15 @@
 //! * A linear address space in which guest physical address `x` is at `base + x`, readable,
 //!   writable and executable at level 3; SSE switched on (CR4.OSFXSR); any value of `base`.
 //! * Ports [`HEARTBEAT_PORT`] (bytes) and [`WRONG_PAGE_PORT`] (32 bits), open at level 3.
+//! * For each network card, registers as virtio 1.3, 4.2 has them, in the same address space. They
+//!   are accessed by two instructions only: `mov eax, [rdx]` (8b 02) and `mov [rdx], eax` (89 02).
 //! * A time stamp counter of the rate that the plan was made with.
 
 #[path = "guest/abi.rs"]
 #[allow(unreachable_pub, reason = "public to the program, which is another crate")]
 mod abi;
 mod counters;
+mod nic_plan;
 #[path = "guest/page.rs"]
 #[allow(unsafe_code)]
 // UNSAFETY: what the program does with its own pages, compiled a second time for the library's
@@ -32,10 +36,10 @@ mod page;
 mod params;
 mod plan;
 
-pub use abi::{BEAT, HEARTBEAT_PORT, READY, WRONG_PAGE_PORT};
-pub use counters::{GuestCounters, WrongPage, read_counters};
-pub use params::{ParamsError, ProgramParams, Rate, RatePer};
-pub use plan::{MACHINE_RESERVED, Plan, PlanError, VCPUS_MAX, VcpuStart};
+pub use abi::{BEAT, HEARTBEAT_PORT, NICS_MAX, READY, WRONG_PAGE_PORT};
+pub use counters::{GuestCounters, NicCounters, WrongPage, read_counters};
+pub use params::{NicParams, ParamsError, ProgramParams, Rate, RatePer};
+pub use plan::{MACHINE_RESERVED, NicPlace, Plan, PlanError, VCPUS_MAX, VcpuStart};
 
 /// The program's bytes. They run at any page-aligned address and hold no variable.
 pub fn image() -> &'static [u8] {

@@ -14,8 +14,9 @@ const PAGES_PER_TICK_MAX: u32 = 1 << 20;
 
 /// How much the guest writes and checks. For the whole guest: its vCPUs share it evenly.
 ///
-/// Written as `fill=SIZE,ws=SIZE,rate=N/ms,tick=TIME,verify=N`, in any order; what is left out
-/// is as in the default. `ws` is by default not more than `fill`.
+/// Written as `fill=SIZE,ws=SIZE,rate=N/ms,tick=TIME,verify=N`, and for machines with network cards
+/// `frames=N/ms,frame=BYTES,window=N`, in any order; what is left out is as in the default. `ws` is
+/// by default not more than `fill`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramParams {
     /// `fill`: memory that is filled at the start and verified from then on.
@@ -29,9 +30,41 @@ pub struct ProgramParams {
     /// `verify`: most pages that each vCPU checks in one tick. It does so while it waits for the
     /// next one, so a busy host means fewer, not later ticks.
     pub verify_per_tick: u32,
+    /// What it does with its network cards. Without cards it means nothing.
+    pub nic: NicParams,
 }
 
-/// Pages rewritten in a span of time.
+/// What the guest does with its network cards.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NicParams {
+    /// `frames`: frames sent on all cards together, nearly all of them on each card's first pair.
+    /// May be 0.
+    pub frames: Rate,
+    /// `frame`: bytes of each, from its destination address on.
+    pub frame: ByteCount,
+    /// `window`: frames of a queue pair that may be under way at once; not more than half of the
+    /// queue's size, whatever is said.
+    pub window: u16,
+}
+
+/// Frames of the shortest and the longest kind: what Ethernet allows, in whole words.
+const FRAME_MIN: ByteCount = ByteCount(64);
+const FRAME_MAX: ByteCount = ByteCount(1512);
+/// Most frames that may be sent in a millisecond.
+const FRAMES_PER_MS_MAX: u64 = 1 << 16;
+
+impl Default for NicParams {
+    /// At one card, its first pair's 16-bit indices wrap after a second and a half.
+    fn default() -> NicParams {
+        NicParams {
+            frames: Rate { pages: 48, per: RatePer::Millisecond },
+            frame: ByteCount(128),
+            window: 64,
+        }
+    }
+}
+
+/// Pages rewritten, or frames sent, in a span of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
     /// How many.
@@ -56,7 +89,10 @@ pub enum RatePer {
 #[non_exhaustive]
 pub enum ParamsError {
     /// Not `key=value`, or a key that there is not.
-    #[error("`{0}` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N")]
+    #[error(
+        "`{0}` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N, frames=N/ms, \
+         frame=BYTES, window=N"
+    )]
     Item(String),
     /// The same key twice.
     #[error("`{0}` is given twice")]
@@ -70,8 +106,13 @@ pub enum ParamsError {
         reason: ParseUnitError,
     },
     /// A rate that can't be read.
-    #[error("rate: `{0}` is not a rate such as 4/ms, 4000/s or 1/tick")]
-    Rate(String),
+    #[error("{key}: `{text}` is not a rate such as 4/ms, 4000/s or 1/tick")]
+    Rate {
+        /// `rate` or `frames`.
+        key: &'static str,
+        /// As it was given.
+        text: String,
+    },
     /// A number that can't be read.
     #[error("verify: `{0}` is not a number of pages")]
     Verify(String),
@@ -100,6 +141,15 @@ pub enum ParamsError {
     /// More than a tick can hold.
     #[error("{0}: more than 1048576 pages a tick")]
     PerTick(&'static str),
+    /// More than any card takes.
+    #[error("frames: more than 65536 frames a millisecond")]
+    Frames,
+    /// Not a frame's length.
+    #[error("frame: {0} bytes are not a multiple of 8 from 64 to 1512")]
+    FrameBytes(u64),
+    /// A number that can't be read, or none.
+    #[error("window: `{0}` is not a number of frames above 0")]
+    Window(String),
 }
 
 impl Default for ProgramParams {
@@ -110,6 +160,7 @@ impl Default for ProgramParams {
             rate: Rate { pages: 4, per: RatePer::Millisecond },
             tick: Duration::from_micros(200),
             verify_per_tick: 64,
+            nic: NicParams::default(),
         }
     }
 }
@@ -139,18 +190,43 @@ impl ProgramParams {
         if self.verify_per_tick > PAGES_PER_TICK_MAX {
             return Err(ParamsError::PerTick("verify"));
         }
-        Ok(())
+        self.nic.validate(self.tick)
     }
 
     /// Pages that the whole guest rewrites in a tick, in 1/2^32 of a page.
     pub(crate) fn pages_per_tick(&self) -> u128 {
         let pages = u128::from(self.rate.pages) << 32;
-        let per_nanos = match self.rate.per {
-            RatePer::Tick => return pages,
+        pages * self.tick.as_nanos() / self.rate.per.nanos(self.tick)
+    }
+}
+
+impl RatePer {
+    fn nanos(self, tick: Duration) -> u128 {
+        match self {
+            RatePer::Tick => tick.as_nanos(),
             RatePer::Millisecond => 1_000_000,
             RatePer::Second => 1_000_000_000,
-        };
-        pages * self.tick.as_nanos() / per_nanos
+        }
+    }
+}
+
+impl NicParams {
+    fn validate(&self, tick: Duration) -> Result<(), ParamsError> {
+        if !(FRAME_MIN..=FRAME_MAX).contains(&self.frame) || !self.frame.0.is_multiple_of(8) {
+            return Err(ParamsError::FrameBytes(self.frame.0));
+        }
+        if self.window == 0 {
+            return Err(ParamsError::Window("0".into()));
+        }
+        if self.frames_per_ms(tick) > u128::from(FRAMES_PER_MS_MAX) << 32 {
+            return Err(ParamsError::Frames);
+        }
+        Ok(())
+    }
+
+    /// Frames that the whole guest sends in a millisecond, in 1/2^32 of a frame.
+    pub(crate) fn frames_per_ms(&self, tick: Duration) -> u128 {
+        (u128::from(self.frames.pages) << 32) * 1_000_000 / self.frames.per.nanos(tick)
     }
 }
 
@@ -191,7 +267,7 @@ impl ProgramParams {
                 Ok("ws")
             }
             "rate" => {
-                self.rate = value.parse()?;
+                self.rate = Rate::parse("rate", value)?;
                 Ok("rate")
             }
             "tick" => {
@@ -203,6 +279,18 @@ impl ProgramParams {
                     value.parse().map_err(|_| ParamsError::Verify(value.into()))?;
                 Ok("verify")
             }
+            "frames" => {
+                self.nic.frames = Rate::parse("frames", value)?;
+                Ok("frames")
+            }
+            "frame" => {
+                self.nic.frame = value.parse().map_err(reason("frame"))?;
+                Ok("frame")
+            }
+            "window" => {
+                self.nic.window = value.parse().map_err(|_| ParamsError::Window(value.into()))?;
+                Ok("window")
+            }
             _ => Err(ParamsError::Item(item.into())),
         }
     }
@@ -212,7 +300,13 @@ impl FromStr for Rate {
     type Err = ParamsError;
 
     fn from_str(text: &str) -> Result<Rate, ParamsError> {
-        let wrong = || ParamsError::Rate(text.into());
+        Rate::parse("rate", text)
+    }
+}
+
+impl Rate {
+    fn parse(key: &'static str, text: &str) -> Result<Rate, ParamsError> {
+        let wrong = || ParamsError::Rate { key, text: text.into() };
         let (pages, per) = match text.split_once('/') {
             Some((pages, "s")) => (pages, RatePer::Second),
             Some((pages, "ms")) => (pages, RatePer::Millisecond),
@@ -266,7 +360,12 @@ impl fmt::Display for ProgramParams {
         } else {
             write!(f, "{nanos}ns")?;
         }
-        write!(f, ",verify={}", self.verify_per_tick)
+        write!(f, ",verify={}", self.verify_per_tick)?;
+        if self.nic != NicParams::default() {
+            let NicParams { frames, frame, window } = &self.nic;
+            write!(f, ",frames={frames},frame={},window={window}", Exact(*frame))?;
+        }
+        Ok(())
     }
 }
 
@@ -301,8 +400,11 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said_in_one_line() {
         for (text, expected) in [
-            ("fil=1G", "`fil=1G` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N"),
-            ("fill", "`fill` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N"),
+            (
+                "fil=1G",
+                "`fil=1G` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N, \
+                 frames=N/ms, frame=BYTES, window=N",
+            ),
             ("fill=1G,fill=1G", "`fill` is given twice"),
             ("fill=much", "fill: `much` is not a size such as 4096, 512M or 1.5G"),
             ("fill=5000", "fill: 5000 bytes are not a multiple of 4096 above 0"),
@@ -315,6 +417,12 @@ mod tests {
             ("tick=1us", "tick: 1µs is not from 10us to 1s"),
             ("tick=5", "tick: `5` is not a time with its unit, such as 300ms or 2s"),
             ("verify=all", "verify: `all` is not a number of pages"),
+            ("frames=4", "frames: `4` is not a rate such as 4/ms, 4000/s or 1/tick"),
+            ("frames=65537/ms", "frames: more than 65536 frames a millisecond"),
+            ("frame=100", "frame: 100 bytes are not a multiple of 8 from 64 to 1512"),
+            ("frame=2K", "frame: 2048 bytes are not a multiple of 8 from 64 to 1512"),
+            ("window=0", "window: `0` is not a number of frames above 0"),
+            ("window=-1", "window: `-1` is not a number of frames above 0"),
         ] {
             let error = text.parse::<ProgramParams>().unwrap_err();
             assert_eq!(error.to_string(), expected);
@@ -327,6 +435,7 @@ mod tests {
         fn display_and_parse_agree(
             fill in 1u64..1 << 30, ws in 0u64..1 << 30, pages in 0u32..1000, per in 0usize..3,
             tick_ns in 10_000u64..1_000_000_000, verify in 0u32..1 << 20,
+            frames in 0u32..100, frame in 8u64..=189, window in 1u16..,
         ) {
             let ws = ws.min(fill);
             let per = [RatePer::Second, RatePer::Millisecond, RatePer::Tick][per];
@@ -336,6 +445,11 @@ mod tests {
                 rate: Rate { pages: if ws == 0 { 0 } else { pages }, per },
                 tick: Duration::from_nanos(tick_ns),
                 verify_per_tick: verify,
+                nic: NicParams {
+                    frames: Rate { pages: frames, per },
+                    frame: ByteCount(frame * 8),
+                    window,
+                },
             };
             prop_assert_eq!(params.to_string().parse(), Ok(params));
         }

@@ -2,13 +2,16 @@
 //!
 //! ```text
 //! 0        1 MiB
-//! | VMM's | directory | image | per vCPU: parameters, counters, stack | version tables | fill .. | free
+//! | VMM's | directory | image | per vCPU: parameters, counters, stack | version tables | cards | fill .. | free
 //! ```
+//! What a network card takes is in `nic_plan.rs`.
 //! The fill goes on above a hole. The free rest is never written; some of its pages are checked.
 
 use crate::abi::{
-    self, Counters, Directory, EXTENTS_MAX, Extent, MAGIC, Parameters, VERSION, ZERO_SAMPLES_MAX,
+    self, Counters, Directory, EXTENTS_MAX, Extent, MAGIC, NICS_MAX, Parameters, VERSION,
+    ZERO_SAMPLES_MAX,
 };
+use crate::nic_plan::NicsShape;
 use crate::params::ProgramParams;
 use crate::{built, image};
 use martlet_units::{ByteCount, Gfn, Gpa, PAGE_SIZE, PageCount, PageRange};
@@ -65,6 +68,14 @@ pub enum PlanError {
     /// There is no memory at address 0, it is in more than 64 pieces, or not in order.
     #[error("the guest's memory does not begin at address 0 or is out of order")]
     Layout,
+    /// More network cards than the program drives, or one without queues.
+    #[error(
+        "{cards} network cards: the built-in program drives up to {NICS_MAX}, each with queues"
+    )]
+    Nics {
+        /// How many were asked for.
+        cards: usize,
+    },
     /// The rate of the time stamp counter is unknown.
     #[error("the rate of the time stamp counter is unknown")]
     Clock,
@@ -81,6 +92,17 @@ pub struct VcpuStart {
     pub rdi: u64,
     /// Second argument.
     pub rsi: u64,
+}
+
+/// A network card as the program finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NicPlace {
+    /// Guest physical address of its registers.
+    pub registers: Gpa,
+    /// Queue pairs that it has; the program uses up to 64.
+    pub pairs: u16,
+    /// Largest size of its queues, a power of two.
+    pub queue_size_max: u16,
 }
 
 /// What to write into the memory of a new guest and where to start its vCPUs. Memory that it does
@@ -102,11 +124,26 @@ impl Plan {
         params: &ProgramParams,
         tsc_khz: u32,
     ) -> Result<Plan, PlanError> {
+        Plan::with_nics(layout, vcpus, params, tsc_khz, &[])
+    }
+
+    /// As [`Plan::new`], for a guest with these network cards. They are divided among the vCPUs.
+    pub fn with_nics(
+        layout: &[PageRange],
+        vcpus: u16,
+        params: &ProgramParams,
+        tsc_khz: u32,
+        nics: &[NicPlace],
+    ) -> Result<Plan, PlanError> {
         check(layout, vcpus, params)?;
         if tsc_khz == 0 {
             return Err(PlanError::Clock);
         }
-        let shape = Shape::new(vcpus, params);
+        let usable = |nic: &NicPlace| nic.pairs > 0 && nic.queue_size_max.is_power_of_two();
+        if nics.len() > NICS_MAX || !nics.iter().all(usable) {
+            return Err(PlanError::Nics { cards: nics.len() });
+        }
+        let shape = Shape::new(vcpus, params, nics);
         let low_pages = layout.first().map_or(0, |range| range.pages().0);
         let pages: u64 = layout.iter().map(|range| range.pages().0).sum();
         if shape.fill_start > low_pages || shape.end_pages > pages {
@@ -122,6 +159,7 @@ impl Plan {
             let parameters = shape.parameters(layout, vcpu, params, tsc_khz);
             writes.push((address(shape.block(vcpu)), bytes_of(&parameters)));
         }
+        writes.extend(shape.nics.writes(params, tsc_khz));
         let entry = Gpa(address(shape.image).0 + built::ENTRY_OFFSET);
         Ok(Plan { writes, vcpus, entry, vcpu_blocks: address(shape.blocks) })
     }
@@ -189,6 +227,7 @@ struct Shape {
     blocks: u64,
     version_tables: u64,
     version_table_pages: u64,
+    nics: NicsShape,
     fill_start: u64,
     fill_pages: u64,
     working_set_pages: u64,
@@ -196,7 +235,7 @@ struct Shape {
 }
 
 impl Shape {
-    fn new(vcpus: u16, params: &ProgramParams) -> Shape {
+    fn new(vcpus: u16, params: &ProgramParams, nics: &[NicPlace]) -> Shape {
         let vcpus = u64::from(vcpus);
         let fill_pages = params.fill.0 / PAGE_SIZE;
         let working_set_pages = params.working_set.0 / PAGE_SIZE;
@@ -206,13 +245,15 @@ impl Shape {
         // The shares differ by a page at most; the first one is the largest.
         let version_table_pages =
             (share(working_set_pages, vcpus, 0).1 * VERSION_BYTES).div_ceil(PAGE_SIZE);
-        let fill_start = version_tables + vcpus * version_table_pages;
+        let nics = NicsShape::new(version_tables + vcpus * version_table_pages, nics, params);
+        let fill_start = nics.end();
         Shape {
             vcpus,
             image,
             blocks,
             version_tables,
             version_table_pages,
+            nics,
             fill_start,
             fill_pages,
             working_set_pages,
@@ -231,6 +272,9 @@ impl Shape {
             vcpus: u64::from(vcpus),
             counters: address(self.block(0) + 1).0,
             counters_stride: VCPU_PAGES * PAGE_SIZE,
+            nics: self.nics.count(),
+            nic_counters: address(self.nics.counters()).0,
+            nic_counters_stride: PAGE_SIZE,
         })
     }
 
@@ -256,7 +300,16 @@ impl Shape {
             zero_samples_count: 0,
             extents: [Extent { frame: 0, pages: 0 }; EXTENTS_MAX],
             extents_count: extents.len() as u64,
+            nics: [0; NICS_MAX],
+            nics_count: 0,
+            nic_turns_per_tick: 0,
         };
+        let mine = self.nics.of_vcpu(vcpu, self.vcpus);
+        parameters.nic_turns_per_tick = NicsShape::turns_per_tick(mine.len(), params.tick);
+        for (slot, page) in parameters.nics.iter_mut().zip(mine) {
+            *slot = address(page).0;
+            parameters.nics_count += 1;
+        }
         for (slot, extent) in parameters.extents.iter_mut().zip(extents) {
             *slot = extent;
         }
@@ -305,27 +358,38 @@ fn extents(layout: &[PageRange], first: u64, pages: u64) -> Vec<Extent> {
 }
 
 /// Address of a page in the first range, which begins at 0.
-fn address(page: u64) -> Gpa {
+pub(crate) fn address(page: u64) -> Gpa {
     Gpa(page * PAGE_SIZE)
 }
 
 /// The limits of [`ProgramParams`] keep these numbers small.
-fn narrow(value: u128) -> u64 {
+pub(crate) fn narrow(value: u128) -> u64 {
     u64::try_from(value).expect("limited by the parameters' checks")
 }
 
 /// A structure that consists of 64-bit words only.
-trait Words {
+pub(crate) trait Words {
     fn words(&self) -> Vec<u64>;
 }
 
-fn bytes_of(words: &impl Words) -> Vec<u8> {
+pub(crate) fn bytes_of(words: &impl Words) -> Vec<u8> {
     words.words().into_iter().flat_map(u64::to_le_bytes).collect()
 }
 
 impl Words for Directory {
     fn words(&self) -> Vec<u64> {
-        vec![self.magic, self.version, self.vcpus, self.counters, self.counters_stride]
+        let words = vec![
+            self.magic,
+            self.version,
+            self.vcpus,
+            self.counters,
+            self.counters_stride,
+            self.nics,
+            self.nic_counters,
+            self.nic_counters_stride,
+        ];
+        assert_eq!(words.len() * 8, size_of::<Directory>(), "every field is listed");
+        words
     }
 }
 
@@ -345,6 +409,8 @@ impl Words for Parameters {
         words.push(self.zero_samples_count);
         words.extend(self.extents.iter().flat_map(|extent| [extent.frame, extent.pages]));
         words.push(self.extents_count);
+        words.extend(self.nics);
+        words.extend([self.nics_count, self.nic_turns_per_tick]);
         assert_eq!(words.len() * 8, size_of::<abi::Parameters>(), "every field is listed");
         words
     }
@@ -388,54 +454,63 @@ mod tests {
     }
 
     proptest! {
-        /// Shares are disjoint, cover the fill exactly, stay in memory and off everything else.
-        #[test]
-        fn shares_tile_the_fill(
-            vcpus in 1u16..20, fill in 64u64..4000, ws in 64u64..4000,
-            low in 800u64..6000, hole in 0u64..100, high in 1u64..6000,
-        ) {
-            let ws = ws.min(fill);
-            let params = ProgramParams {
-                fill: ByteCount(fill * PAGE_SIZE),
-                working_set: ByteCount(ws * PAGE_SIZE),
-                ..ProgramParams::default()
-            };
-            let layout = [range(0, low), range(low + hole, high)];
-            let Ok(plan) = Plan::new(&layout, vcpus, &params, 1_000_000) else {
-                prop_assert!(low + high < fill + 700);
-                return Ok(());
-            };
-            let shape = Shape::new(vcpus, &params);
-            let mut filled = vec![];
-            let mut samples = vec![];
-            let mut working_set = 0;
-            for vcpu in 0..u64::from(vcpus) {
-                let mine = shape.parameters(&layout, vcpu, &params, 1_000_000);
-                let extents = &mine.extents[..usize::try_from(mine.extents_count).unwrap()];
-                let frames: Vec<u64> =
-                    extents.iter().flat_map(|e| e.frame..e.frame + e.pages).collect();
-                prop_assert!(mine.working_set_pages <= frames.len() as u64);
-                working_set += mine.working_set_pages;
-                filled.extend(frames);
-                samples.extend(&mine.zero_samples[..usize::try_from(mine.zero_samples_count).unwrap()]);
+            /// Shares are disjoint, cover the fill exactly, stay in memory and off everything else.
+            #[test]
+            fn shares_tile_the_fill(
+                vcpus in 1u16..20, fill in 64u64..4000, ws in 64u64..4000,
+                low in 800u64..6000, hole in 0u64..100, high in 1u64..6000,
+                cards in 0usize..4, pairs in 1u16..20,
+            ) {
+                let card = NicPlace { registers: Gpa(1 << 40), pairs, queue_size_max: 256 };
+                let cards = vec![card; cards];
+                let ws = ws.min(fill);
+                let params = ProgramParams {
+                    fill: ByteCount(fill * PAGE_SIZE),
+                    working_set: ByteCount(ws * PAGE_SIZE),
+                    ..ProgramParams::default()
+                };
+                let layout = [range(0, low), range(low + hole, high)];
+                let Ok(plan) = Plan::with_nics(&layout, vcpus, &params, 1_000_000, &cards) else {
+                    let for_cards = cards.len() as u64 * (5 + u64::from(pairs) * 18);
+    let needed = 700 + for_cards;
+                    prop_assert!(low < needed || low + high < fill + needed);
+                    return Ok(());
+                };
+                let shape = Shape::new(vcpus, &params, &cards);
+                let mut filled = vec![];
+                let mut samples = vec![];
+                let mut working_set = 0;
+                let mut driven = 0;
+                for vcpu in 0..u64::from(vcpus) {
+                    let mine = shape.parameters(&layout, vcpu, &params, 1_000_000);
+                    let extents = &mine.extents[..usize::try_from(mine.extents_count).unwrap()];
+                    let frames: Vec<u64> =
+                        extents.iter().flat_map(|e| e.frame..e.frame + e.pages).collect();
+                    prop_assert!(mine.working_set_pages <= frames.len() as u64);
+                    working_set += mine.working_set_pages;
+                    driven += mine.nics_count;
+                    filled.extend(frames);
+                    samples.extend(&mine.zero_samples[..usize::try_from(mine.zero_samples_count).unwrap()]);
+                }
+                prop_assert_eq!(working_set, ws);
+                prop_assert_eq!(driven, cards.len() as u64);
+                prop_assert_eq!(filled.len() as u64, fill);
+                prop_assert!(filled.is_sorted_by(|a, b| a < b));
+                let in_memory = |f: &u64| *f < low || (low + hole..low + hole + high).contains(f);
+                prop_assert!(filled.iter().chain(&samples).all(in_memory));
+                prop_assert!(samples.iter().all(|frame| !filled.contains(frame)));
+                samples.sort_unstable();
+                prop_assert!(samples.is_sorted_by(|a, b| a < b));
+                // What is written at the start lies between the VMM's memory and the fill.
+                let mut end = MACHINE_RESERVED.0;
+                for (gpa, bytes) in plan.writes() {
+                    prop_assert!(gpa.0 >= end);
+                    end = gpa.0 + bytes.len() as u64;
+                }
+                prop_assert!(shape.nics.end() <= filled[0]);
+                prop_assert!(end <= filled[0] * PAGE_SIZE);
+                let last = plan.start(vcpus - 1, 0);
+                prop_assert!(last.rsp < filled[0] * PAGE_SIZE && last.rsp % 16 == 8);
             }
-            prop_assert_eq!(working_set, ws);
-            prop_assert_eq!(filled.len() as u64, fill);
-            prop_assert!(filled.is_sorted_by(|a, b| a < b));
-            let in_memory = |f: &u64| *f < low || (low + hole..low + hole + high).contains(f);
-            prop_assert!(filled.iter().chain(&samples).all(in_memory));
-            prop_assert!(samples.iter().all(|frame| !filled.contains(frame)));
-            samples.sort_unstable();
-            prop_assert!(samples.is_sorted_by(|a, b| a < b));
-            // What is written at the start lies between the VMM's memory and the fill.
-            let mut end = MACHINE_RESERVED.0;
-            for (gpa, bytes) in plan.writes() {
-                prop_assert!(gpa.0 >= end);
-                end = gpa.0 + bytes.len() as u64;
-            }
-            prop_assert!(end <= filled[0] * PAGE_SIZE);
-            let last = plan.start(vcpus - 1, 0);
-            prop_assert!(last.rsp < filled[0] * PAGE_SIZE && last.rsp % 16 == 8);
         }
-    }
 }

@@ -15,6 +15,7 @@ use core::arch::asm;
 
 #[allow(dead_code, reason = "the directory is for the VMM")]
 mod abi;
+mod nic;
 mod page;
 
 use abi::{Counters, Parameters};
@@ -72,6 +73,8 @@ struct Vcpu {
     credit: u64,
     last_tsc: u64,
     next_zero_sample: u64,
+    /// The next network card to have its turn.
+    next_nic: u64,
 }
 
 /// `base`: linear address of guest physical address 0. `parameters`: guest physical address of
@@ -96,8 +99,10 @@ pub unsafe extern "sysv64" fn martlet_guest_entry(base: u64, parameters: u64) ->
             credit: 0,
             last_tsc: 0,
             next_zero_sample: 0,
+            next_nic: 0,
         };
         fill(&vcpu);
+        nic::set_up_all(base, parameters);
         counter!(vcpu, ready = 1);
         out_byte(abi::HEARTBEAT_PORT, abi::READY);
         run(&mut vcpu)
@@ -141,6 +146,7 @@ unsafe fn run(vcpu: &mut Vcpu) -> ! {
         loop {
             beat(vcpu);
             rewrite(vcpu);
+            nic::take_turns(vcpu.base, vcpu.parameters, &mut vcpu.next_nic);
             check_zero_sample(vcpu);
             next = next.wrapping_add(tick);
             let now = tsc();

@@ -29,7 +29,7 @@ pub const fn key(frame: u64, version: u64) -> u64 {
 /// Word `index` of the body. Only shifts, sums and exclusive ors, so that it vectorizes and the
 /// guest's vector registers are in use all the time: a migration that loses them is found.
 #[inline(always)]
-const fn body(key: u64, index: usize) -> u64 {
+pub const fn body(key: u64, index: usize) -> u64 {
     let x = key.wrapping_add((index as u64).wrapping_mul(STEP));
     let x = x ^ (x << 23);
     x ^ (x >> 17) ^ (x >> 42)
