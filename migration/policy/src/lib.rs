@@ -6,7 +6,10 @@
 //! | Another round, or stop the guest now? How much to slow it down? | [`Convergence`] |
 //! | When may a channel send, if there is a bandwidth limit? | [`Pacer`] |
 //! | How many channels? | [`default_channels`] |
+//! | Which pages does an accelerator check for zero, and which the CPU? | [`admission::Admission`] |
+//! | Is a list of changes worth sending instead of a page? | [`admission::delta_record_bytes_max`] |
 
+pub mod admission;
 mod channels;
 mod converge;
 mod pace;

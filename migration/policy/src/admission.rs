@@ -1,0 +1,368 @@
+//! Which pages an accelerator checks, and which the CPU does.
+//!
+//! A device (or work queue) that finds zero pages is shared by all channels of all migrations of a
+//! host, in first-in first-out order and without any guarantee: a full one makes everybody wait.
+//! [`Admission`] hands it only what it will finish sooner than the CPU would (or, to save CPU, within
+//! a multiple of that), so that a full device costs nobody time.
+//!
+//! It knows the queue by what it is told: how many pages are outstanding here and in the host's other
+//! processes, how long a page takes a device (an average of what was measured), and how long it
+//! takes the CPU. Besides, the pages outstanding are limited device by device: more by a batch for
+//! each good window, half after each bad sign, so that processes which know nothing of each other
+//! share a device all the same. The figures behind the constants are those of the queueing model in
+//! `docs/dsa.md`.
+
+mod delta;
+mod device;
+
+use core::time::Duration;
+use device::Device;
+use martlet_units::Instant;
+
+pub use delta::delta_record_bytes_max;
+
+/// How work is split between the accelerator and the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OffloadPolicy {
+    /// Everything by the CPU.
+    CpuOnly,
+    /// Everything by the device, tried until it takes it: QEMU's series. To compare with.
+    Block,
+    /// Everything by the device unless it is full.
+    CpuWhenFull,
+    /// By whichever is expected to be done first.
+    Adaptive,
+    /// By the device as long as it is expected to be done within a multiple of the CPU's time.
+    AdaptiveSaving,
+}
+
+impl OffloadPolicy {
+    /// All of them, in the order of tables.
+    pub const ALL: [OffloadPolicy; 5] = [
+        OffloadPolicy::CpuOnly,
+        OffloadPolicy::Block,
+        OffloadPolicy::CpuWhenFull,
+        OffloadPolicy::Adaptive,
+        OffloadPolicy::AdaptiveSaving,
+    ];
+
+    /// Its name on the command line and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            OffloadPolicy::CpuOnly => "cpu-only",
+            OffloadPolicy::Block => "block",
+            OffloadPolicy::CpuWhenFull => "cpu-when-full",
+            OffloadPolicy::Adaptive => "adaptive",
+            OffloadPolicy::AdaptiveSaving => "adaptive-saving",
+        }
+    }
+
+    /// The policy of that name.
+    pub fn from_name(name: &str) -> Option<OffloadPolicy> {
+        OffloadPolicy::ALL.into_iter().find(|policy| policy.name() == name)
+    }
+}
+
+/// What is known of a device before anything was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceProfile {
+    /// Its NUMA node; `None` if the host does not say.
+    pub node: Option<u16>,
+    /// How long a page takes it when it is busy.
+    pub page_time: Duration,
+    /// How long an answer takes in addition when it is idle.
+    pub latency: Duration,
+}
+
+impl Default for DeviceProfile {
+    /// Sapphire Rapids: 31.7 GB/s of reads, which one engine reaches already, and 1 us.
+    fn default() -> DeviceProfile {
+        DeviceProfile {
+            node: None,
+            page_time: Duration::from_nanos(129),
+            latency: Duration::from_micros(1),
+        }
+    }
+}
+
+/// The numbers that decide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdmissionConfig {
+    /// How work is split.
+    pub policy: OffloadPolicy,
+    /// How long a page takes the CPU, until it was measured.
+    pub cpu_page_time: Duration,
+    /// [`OffloadPolicy::AdaptiveSaving`] waits for up to this many times the CPU's time.
+    pub saving_multiple: u32,
+    /// How often a full device is asked before the CPU does it. One ask costs some 0.2 us.
+    pub tries: u32,
+    /// Above this share of pages that fault, in percent, the CPU does everything for a while: the
+    /// memory was never touched, and the CPU would only repeat what the device began.
+    pub fault_percent_max: u32,
+}
+
+impl AdmissionConfig {
+    /// The numbers of the queueing model, for this policy.
+    pub const fn new(policy: OffloadPolicy) -> AdmissionConfig {
+        AdmissionConfig {
+            policy,
+            cpu_page_time: Duration::from_nanos(240),
+            saving_multiple: 4,
+            tries: 5,
+            fault_percent_max: 5,
+        }
+    }
+}
+
+/// A batch that somebody would like to have checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Its length.
+    pub pages: u32,
+    /// The NUMA node of the memory, if known.
+    pub node: Option<u16>,
+    /// Which channel asks. [`OffloadPolicy::Block`] binds a channel to a device by this number.
+    pub channel: u16,
+}
+
+/// Leave to give a batch to a device. Each is answered by one [`Admission::finish`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a grant counts as outstanding until it is finished"]
+pub struct Grant {
+    /// Which device, by its place in the list given to [`Admission::new`].
+    pub device: usize,
+    /// The batch's length.
+    pub pages: u32,
+    /// Pages that were outstanding on that device before it, of all processes.
+    pub ahead: u64,
+    /// When it was granted.
+    pub at: Instant,
+    /// How often a full device may be asked, at least once.
+    pub tries: u32,
+}
+
+/// Who checks a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// The CPU.
+    Cpu,
+    /// A device.
+    Offload(Grant),
+}
+
+/// How long a batch took a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Latency {
+    /// It was waited for.
+    Measured(Duration),
+    /// It was done already when somebody looked, this long after it was submitted.
+    AtMost(Duration),
+}
+
+/// What became of a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The device did it, but for pages that faulted.
+    Completed {
+        /// How long it took.
+        latency: Latency,
+        /// Pages that faulted, which the CPU did.
+        faulted: u32,
+    },
+    /// The device was full at every try.
+    Rejected,
+    /// No answer by the deadline. The device gets nothing more until it is
+    /// [heard](Admission::on_heard).
+    TimedOut,
+    /// The device answered with an error. It gets nothing for a while.
+    Failed,
+    /// There is no device any more.
+    Gone,
+}
+
+/// How long the CPU does everything after too many faults; twice as long each time in a row.
+const FAULT_PAUSE: Duration = Duration::from_millis(100);
+/// The longest such pause.
+const FAULT_PAUSE_MAX: Duration = Duration::from_secs(10);
+/// Faults are counted over this many pages.
+const FAULT_WINDOW_PAGES: u32 = 1024;
+/// A page's time on the CPU is an average over about this many batches.
+const CPU_SMOOTHING: u64 = 16;
+/// Tries that go on until the caller's deadline.
+const TRIES_UNLIMITED: u32 = u32::MAX;
+
+/// Splits work between accelerators and the CPU.
+///
+/// One for all channels of a process; call [`Admission::decide`], then [`Admission::finish`] for
+/// each grant, in any order. After work that the CPU did, [`Admission::on_cpu`] says how long it
+/// took.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    config: AdmissionConfig,
+    devices: Vec<Device>,
+    cpu_page_ps: u64,
+    faults: Faults,
+}
+
+/// The share of pages that fault, in windows.
+#[derive(Clone, Copy, Debug)]
+struct Faults {
+    pages: u32,
+    faulted: u32,
+    paused_until: Instant,
+    pause: Duration,
+}
+
+impl Admission {
+    /// Nothing outstanding, nothing measured. Without devices the CPU does everything.
+    pub fn new(config: AdmissionConfig, devices: &[DeviceProfile]) -> Admission {
+        let faults = Faults { pages: 0, faulted: 0, paused_until: Instant(0), pause: FAULT_PAUSE };
+        Admission {
+            config,
+            devices: devices.iter().map(Device::new).collect(),
+            cpu_page_ps: picoseconds(config.cpu_page_time),
+            faults,
+        }
+    }
+
+    /// How work is split.
+    pub fn policy(&self) -> OffloadPolicy {
+        self.config.policy
+    }
+
+    /// Says who checks a batch. `others` are the pages outstanding in other processes, device by
+    /// device; devices beyond its end have none.
+    pub fn decide(&mut self, now: Instant, request: Request, others: &[u64]) -> Decision {
+        let block = self.config.policy == OffloadPolicy::Block;
+        if request.pages == 0 || (!block && self.faults.paused_until > now) {
+            return Decision::Cpu;
+        }
+        let others = |device: usize| others.get(device).copied().unwrap_or(0);
+        let chosen = match self.config.policy {
+            OffloadPolicy::CpuOnly => None,
+            OffloadPolicy::Block => self.bound(now, request.channel).map(|d| (d, TRIES_UNLIMITED)),
+            OffloadPolicy::CpuWhenFull => {
+                self.least_loaded(now, request, others).map(|d| (d, self.config.tries))
+            }
+            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => {
+                self.fast_enough(now, request, others).map(|d| (d, self.config.tries))
+            }
+        };
+        let Some((device, tries)) = chosen else { return Decision::Cpu };
+        let ahead = self.devices[device].outstanding().saturating_add(others(device));
+        self.devices[device].admit(request.pages);
+        Decision::Offload(Grant {
+            device,
+            pages: request.pages,
+            ahead,
+            at: now,
+            tries: tries.max(1),
+        })
+    }
+
+    /// Takes back what [`Admission::decide`] granted and learns from it.
+    pub fn finish(&mut self, now: Instant, grant: Grant, outcome: Outcome) {
+        if let Outcome::Completed { faulted, .. } = outcome {
+            self.faults.count(now, grant.pages, faulted, self.config.fault_percent_max);
+        }
+        if let Some(device) = self.devices.get_mut(grant.device) {
+            device.finish(now, grant, outcome);
+        }
+    }
+
+    /// A device that had timed out has answered after all: it may get work again.
+    pub fn on_heard(&mut self, now: Instant, device: usize) {
+        if let Some(device) = self.devices.get_mut(device) {
+            device.on_heard(now);
+        }
+    }
+
+    /// The CPU checked pages itself.
+    pub fn on_cpu(&mut self, pages: u32, time: Duration) {
+        let Some(sample) = picoseconds(time).checked_div(u64::from(pages)) else { return };
+        let kept = self.cpu_page_ps - self.cpu_page_ps / CPU_SMOOTHING;
+        self.cpu_page_ps = kept.saturating_add(sample / CPU_SMOOTHING).max(1);
+    }
+
+    /// Pages outstanding on a device, of this process.
+    pub fn outstanding(&self, device: usize) -> u64 {
+        self.devices.get(device).map_or(0, Device::outstanding)
+    }
+
+    /// How long the CPU is expected to take for this many pages.
+    pub fn cpu_time(&self, pages: u32) -> Duration {
+        duration(self.cpu_page_ps.saturating_mul(u64::from(pages)))
+    }
+
+    /// The series' choice: a channel's device is fixed.
+    fn bound(&self, now: Instant, channel: u16) -> Option<usize> {
+        let usable = |device: &usize| self.devices[*device].is_usable(now);
+        let count = self.devices.len();
+        (0..count).map(|n| (usize::from(channel) + n) % count).find(usable)
+    }
+
+    fn least_loaded(
+        &self,
+        now: Instant,
+        request: Request,
+        others: impl Fn(usize) -> u64,
+    ) -> Option<usize> {
+        let usable = self.devices.iter().enumerate().filter(|(_, device)| device.is_usable(now));
+        usable
+            .min_by_key(|(index, device)| (device.expected_ps(request, others(*index)), *index))
+            .map(|(index, _)| index)
+    }
+
+    /// The device that is expected to be done first, if that is early enough and its limit allows
+    /// it. If only the memory of a bad time speaks against every device, one is asked now and then.
+    fn fast_enough(
+        &mut self,
+        now: Instant,
+        request: Request,
+        others: impl Fn(usize) -> u64,
+    ) -> Option<usize> {
+        let times = match self.config.policy {
+            OffloadPolicy::AdaptiveSaving => u64::from(self.config.saving_multiple.max(1)),
+            OffloadPolicy::Adaptive
+            | OffloadPolicy::CpuOnly
+            | OffloadPolicy::Block
+            | OffloadPolicy::CpuWhenFull => 1,
+        };
+        let patience =
+            self.cpu_page_ps.saturating_mul(u64::from(request.pages)).saturating_mul(times);
+        let best = self.least_loaded(now, request, &others)?;
+        let others_best = others(best);
+        let device = &mut self.devices[best];
+        device.allows(now, request, others_best, patience, times).then_some(best)
+    }
+}
+
+impl Faults {
+    fn count(&mut self, now: Instant, pages: u32, faulted: u32, percent_max: u32) {
+        self.pages = self.pages.saturating_add(pages);
+        self.faulted = self.faulted.saturating_add(faulted);
+        if self.pages < FAULT_WINDOW_PAGES {
+            return;
+        }
+        let share = u64::from(self.faulted) * 100;
+        if share > u64::from(self.pages) * u64::from(percent_max) {
+            self.paused_until = now.after(self.pause);
+            self.pause = (self.pause * 2).min(FAULT_PAUSE_MAX);
+        } else {
+            self.pause = FAULT_PAUSE;
+        }
+        (self.pages, self.faulted) = (0, 0);
+    }
+}
+
+fn picoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).saturating_mul(1000)
+}
+
+fn duration(picoseconds: u64) -> Duration {
+    Duration::from_nanos(picoseconds / 1000)
+}
+
+#[cfg(test)]
+#[path = "admission_tests.rs"]
+mod tests;

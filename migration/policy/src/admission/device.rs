@@ -1,0 +1,246 @@
+//! What is known of one device, and how much it may be given.
+
+use super::{DeviceProfile, Grant, Latency, Outcome, Request, picoseconds};
+use core::time::Duration;
+use martlet_units::Instant;
+
+/// Pages that may be outstanding on a device at first: two batches of 128.
+const LIMIT_START_PAGES: u64 = 256;
+/// The least limit. A device with nothing outstanding may always be given one batch.
+const LIMIT_MIN_PAGES: u64 = 32;
+/// The largest limit: 128 batches of 128, all entries of a device.
+const LIMIT_MAX_PAGES: u64 = 128 * 128;
+/// The limit grows by this for each window (as many pages as the limit) without a bad sign.
+const LIMIT_STEP_PAGES: u64 = 128;
+/// A page's time on a device is an average over about this many batches; a quarter of that if it
+/// gets better, so that a bad time is forgotten fast.
+const SMOOTHING: u64 = 8;
+/// A device with only its past against it is asked again after this many batches that it did not
+/// get; after twice as many each time that it is still slow. One slow batch in 128 leaves the 99th
+/// percentile of a channel's batches alone.
+const PROBE_BATCHES: u32 = 128;
+/// The most such batches.
+const PROBE_BATCHES_MAX: u32 = 1024;
+/// A full device gets nothing for this long; twice as long each time in a row.
+const FULL_PAUSE: Duration = Duration::from_millis(1);
+/// The longest such time.
+const FULL_PAUSE_MAX: Duration = Duration::from_millis(50);
+/// A device that failed gets nothing for this long; twice as long each time in a row.
+const FAILED_PAUSE: Duration = Duration::from_millis(100);
+/// The longest such time.
+const FAILED_PAUSE_MAX: Duration = Duration::from_secs(60);
+/// What memory of another NUMA node costs: a quarter more. Enough to prefer the near device of two
+/// equals, not enough to wait for it.
+const REMOTE_QUARTERS: u64 = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Up,
+    /// Gets nothing until then.
+    Paused(Instant),
+    /// Owes an answer, and gets nothing before it has given it.
+    Silent,
+    /// Does not exist any more.
+    Gone,
+}
+
+/// One device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Device {
+    node: Option<u16>,
+    state: State,
+    failed_pause: Duration,
+    latency_ps: u64,
+    /// A page's time as the profile says.
+    profile_page_ps: u64,
+    /// A page's time as measured.
+    page_ps: u64,
+    outstanding: u64,
+    limit: u64,
+    /// Pages done since the limit changed.
+    good: u64,
+    /// When the limit was last halved: what was granted before says nothing about the new limit.
+    halved_at: Option<Instant>,
+    full_until: Instant,
+    full_pause: Duration,
+    /// Batches that it did not get for its past alone, since the last probe.
+    refused: u32,
+    /// After how many of them it is probed.
+    probe_after: u32,
+}
+
+impl Device {
+    pub(super) fn new(profile: &DeviceProfile) -> Device {
+        let page_ps = picoseconds(profile.page_time).max(1);
+        Device {
+            node: profile.node,
+            state: State::Up,
+            failed_pause: FAILED_PAUSE,
+            latency_ps: picoseconds(profile.latency),
+            profile_page_ps: page_ps,
+            page_ps,
+            outstanding: 0,
+            limit: LIMIT_START_PAGES,
+            good: 0,
+            halved_at: None,
+            full_until: Instant(0),
+            full_pause: FULL_PAUSE,
+            refused: 0,
+            probe_after: PROBE_BATCHES,
+        }
+    }
+
+    pub(super) fn outstanding(&self) -> u64 {
+        self.outstanding
+    }
+
+    pub(super) fn is_usable(&self, now: Instant) -> bool {
+        match self.state {
+            State::Up => true,
+            State::Paused(until) => until <= now,
+            State::Silent | State::Gone => false,
+        }
+    }
+
+    /// When this batch would be done, in picoseconds from now.
+    pub(super) fn expected_ps(&self, request: Request, others: u64) -> u64 {
+        self.expected_at_ps(self.page_ps, request, others)
+    }
+
+    fn expected_at_ps(&self, page_ps: u64, request: Request, others: u64) -> u64 {
+        let pages = self.outstanding.saturating_add(others).saturating_add(request.pages.into());
+        let expected = page_ps.saturating_mul(pages).saturating_add(self.latency_ps);
+        let remote = request.node.is_some() && self.node.is_some() && request.node != self.node;
+        if remote { expected.saturating_mul(REMOTE_QUARTERS) / 4 } else { expected }
+    }
+
+    /// Whether it may be given this batch, if it is to be done within `patience` picoseconds. The
+    /// limit counts batches that wait for each other: it is `times` as high if waiting is allowed.
+    pub(super) fn allows(
+        &mut self,
+        now: Instant,
+        request: Request,
+        others: u64,
+        patience_ps: u64,
+        times: u64,
+    ) -> bool {
+        let limit = self.limit.saturating_mul(times);
+        let room =
+            self.outstanding == 0 || self.outstanding.saturating_add(request.pages.into()) <= limit;
+        if !room || self.full_until > now {
+            return false;
+        }
+        if self.expected_ps(request, others) <= patience_ps {
+            return true;
+        }
+        let page_ps = self.profile_page_ps;
+        let only_its_past = self.expected_at_ps(page_ps, request, others) <= patience_ps;
+        self.refused = self.refused.saturating_add(u32::from(only_its_past));
+        if !only_its_past || self.outstanding > 0 || self.refused < self.probe_after {
+            return false;
+        }
+        self.refused = 0;
+        self.probe_after = (self.probe_after * 2).min(PROBE_BATCHES_MAX);
+        true
+    }
+
+    pub(super) fn admit(&mut self, pages: u32) {
+        self.outstanding = self.outstanding.saturating_add(pages.into());
+    }
+
+    pub(super) fn finish(&mut self, now: Instant, grant: Grant, outcome: Outcome) {
+        self.outstanding = self.outstanding.saturating_sub(grant.pages.into());
+        match outcome {
+            Outcome::Completed { latency, faulted } => {
+                self.full_pause = FULL_PAUSE;
+                self.failed_pause = FAILED_PAUSE;
+                if self.is_usable(now) {
+                    self.state = State::Up;
+                }
+                // A batch with faults measures the faults, not the device.
+                if faulted == 0 {
+                    self.learn(now, grant, latency);
+                }
+            }
+            Outcome::Rejected => {
+                self.halve(now, grant);
+                if self.full_until <= now {
+                    self.full_until = now.after(self.full_pause);
+                    self.full_pause = (self.full_pause * 2).min(FULL_PAUSE_MAX);
+                }
+            }
+            Outcome::TimedOut => {
+                if self.state != State::Gone {
+                    self.state = State::Silent;
+                }
+            }
+            Outcome::Failed => self.pause(now),
+            Outcome::Gone => self.state = State::Gone,
+        }
+    }
+
+    pub(super) fn on_heard(&mut self, now: Instant) {
+        if self.state == State::Silent {
+            self.state = State::Up;
+            self.pause(now);
+        }
+    }
+
+    /// Batches that fail together pause the device once.
+    fn pause(&mut self, now: Instant) {
+        let paused = matches!(self.state, State::Paused(until) if until > now);
+        if paused || matches!(self.state, State::Silent | State::Gone) {
+            return;
+        }
+        self.state = State::Paused(now.after(self.failed_pause));
+        self.failed_pause = (self.failed_pause * 2).min(FAILED_PAUSE_MAX);
+    }
+
+    fn learn(&mut self, now: Instant, grant: Grant, latency: Latency) {
+        let pages = grant.ahead.saturating_add(grant.pages.into()).max(1);
+        let sample = |took: Duration| picoseconds(took).saturating_sub(self.latency_ps) / pages;
+        match latency {
+            Latency::Measured(took) if sample(took) > self.page_ps.saturating_mul(2) => {
+                let sample = sample(took);
+                self.page_ps = average(self.page_ps, sample, SMOOTHING);
+                self.halve(now, grant);
+                return;
+            }
+            Latency::Measured(took) => {
+                let sample = sample(took).max(1);
+                let better = sample < self.page_ps;
+                let over = if better { SMOOTHING / 4 } else { SMOOTHING };
+                self.page_ps = average(self.page_ps, sample, over);
+                if better {
+                    self.probe_after = PROBE_BATCHES;
+                }
+            }
+            // An upper bound is news only if it is below what was believed.
+            Latency::AtMost(took) => {
+                let sample = sample(took).max(1);
+                if sample < self.page_ps {
+                    self.page_ps = average(self.page_ps, sample, SMOOTHING / 4);
+                }
+            }
+        }
+        self.good = self.good.saturating_add(grant.pages.into());
+        if self.good >= self.limit {
+            self.limit = (self.limit + LIMIT_STEP_PAGES).min(LIMIT_MAX_PAGES);
+            self.good = 0;
+        }
+    }
+
+    /// Halves the limit, once for everything that was granted under the old one.
+    fn halve(&mut self, now: Instant, grant: Grant) {
+        if self.halved_at.is_some_and(|at| grant.at <= at) {
+            return;
+        }
+        self.limit = (self.limit / 2).max(LIMIT_MIN_PAGES);
+        self.good = 0;
+        self.halved_at = Some(now);
+    }
+}
+
+fn average(old: u64, sample: u64, over: u64) -> u64 {
+    (old - old / over).saturating_add(sample / over).max(1)
+}
