@@ -1,7 +1,7 @@
 //! The report of a migration as one JSON object: written by the source's control socket, read by
 //! `migrate` and `demo`, and printed by `--json`.
 
-use martlet_engine::{GuestCheck, Outcome, Report, Side, Span};
+use martlet_engine::{FrameCheck, GuestCheck, Network, Outcome, Report, Side, Span};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -34,6 +34,9 @@ pub(crate) struct ReportJson {
     pub(crate) source_cpu_s: f64,
     /// CPU time of the destination process.
     pub(crate) destination_cpu_s: Option<f64>,
+    /// What became of the guest's network cards; null without any.
+    #[serde(default)]
+    pub(crate) network: Option<NetworkJson>,
     /// What the guest says of itself.
     pub(crate) guest: Option<GuestJson>,
     /// Whether both sides' memory was equal before the commit; null if it was not compared.
@@ -93,6 +96,37 @@ pub(crate) struct GuestJson {
     pub(crate) verified_pages: u64,
     pub(crate) wrong_pages: u64,
     pub(crate) heartbeats: u64,
+    /// What it says of its frames; null without network cards.
+    #[serde(default)]
+    pub(crate) frames: Option<FramesJson>,
+}
+
+/// Frames that the guest exchanged since its boot, by its own account.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FramesJson {
+    pub(crate) sent: u64,
+    pub(crate) received: u64,
+    pub(crate) lost: u64,
+    pub(crate) repeated: u64,
+    pub(crate) damaged: u64,
+    /// How often a queue's index went past 65535.
+    pub(crate) index_wraps: u64,
+}
+
+/// What became of the network cards in a switchover.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct NetworkJson {
+    /// The longest time without a frame, from the last one served at the source to the first at
+    /// the destination; null if it is not known for a card.
+    pub(crate) blackout_ms: Option<f64>,
+    /// The same, card by card.
+    pub(crate) cards_ms: Vec<Option<f64>>,
+    /// How long the suspend of all cards took. vCPUs ran meanwhile.
+    pub(crate) suspend_ms: f64,
+    /// How long their resume took. vCPUs ran already.
+    pub(crate) resume_ms: Option<f64>,
+    /// Which card does not work at the destination, and why.
+    pub(crate) trouble: Option<String>,
 }
 
 /// A bar of the timeline. Zero is the moment when the stop was ordered.
@@ -170,6 +204,7 @@ impl From<&Report> for ReportJson {
             channels: report.channels,
             source_cpu_s: seconds(report.source_cpu),
             destination_cpu_s: report.destination_cpu.map(seconds),
+            network: report.network.as_ref().map(NetworkJson::from),
             guest: report.guest.map(GuestJson::from),
             memory_equal: report.memory_equal,
             timeline: report.timeline.iter().map(SpanJson::from).collect(),
@@ -183,6 +218,26 @@ impl From<GuestCheck> for GuestJson {
             verified_pages: check.verified_pages,
             wrong_pages: check.wrong_pages,
             heartbeats: check.heartbeats,
+            frames: check.frames.map(FramesJson::from),
+        }
+    }
+}
+
+impl From<FrameCheck> for FramesJson {
+    fn from(check: FrameCheck) -> FramesJson {
+        let FrameCheck { sent, received, lost, repeated, damaged, index_wraps } = check;
+        FramesJson { sent, received, lost, repeated, damaged, index_wraps }
+    }
+}
+
+impl From<&Network> for NetworkJson {
+    fn from(network: &Network) -> NetworkJson {
+        NetworkJson {
+            blackout_ms: network.worst().map(ms),
+            cards_ms: network.blackouts.iter().map(|card| card.map(ms)).collect(),
+            suspend_ms: ms(network.suspend),
+            resume_ms: network.resume.map(ms),
+            trouble: network.trouble.as_deref().map(crate::failure::one_line),
         }
     }
 }
@@ -230,6 +285,7 @@ pub(crate) mod tests {
             timeline: vec![
                 span("rehearse", Side::Destination, -900, -400),
                 span("arm", Side::Destination, -60, -20),
+                span("suspend devices", Side::Source, -2_480, 0),
                 span("pause vCPUs", Side::Source, 0, 38),
                 span("final sync", Side::Source, 38, 59),
                 span("last pages", Side::Source, 59, 119),
@@ -237,6 +293,7 @@ pub(crate) mod tests {
                 span("commit", Side::Source, 163, 353),
                 span("load state", Side::Destination, 180, 300),
                 span("start vCPUs", Side::Destination, 353, 423),
+                span("resume devices", Side::Destination, 440, 5_050),
             ],
             rounds: 4,
             pages: PageCounts { normal: 131_800, zero: 12, untouched: 130_800 },
@@ -244,7 +301,18 @@ pub(crate) mod tests {
             channels: 2,
             source_cpu: Duration::from_millis(480),
             destination_cpu: Some(Duration::from_millis(390)),
-            guest: Some(GuestCheck { verified_pages: 900_000, wrong_pages: 0, heartbeats: 5_000 }),
+            network: Some(Network {
+                blackouts: vec![Some(us(3_900)), Some(us(4_200))],
+                suspend: us(2_480),
+                resume: Some(us(4_610)),
+                trouble: None,
+            }),
+            guest: Some(GuestCheck {
+                verified_pages: 900_000,
+                wrong_pages: 0,
+                heartbeats: 5_000,
+                frames: Some(FrameCheck { sent: 70_100, received: 70_000, ..Default::default() }),
+            }),
             memory_equal: None,
         }
     }

@@ -3,7 +3,7 @@
 use super::number::{bit_rate, grouped, millis, plural, size};
 use super::timeline::Timeline;
 use super::{BOLD, GREEN, RED, Style};
-use crate::report_json::{OutcomeJson, ReportJson};
+use crate::report_json::{FramesJson, NetworkJson, OutcomeJson, ReportJson};
 use martlet_units::{ByteCount, BytesPerSec};
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -82,6 +82,9 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
             equal(report.memory_equal, style),
         ),
     );
+    if let Some(network) = &report.network {
+        row("network", &network_line(network, style));
+    }
     match (check, &report.guest) {
         (Some(check), _) => row("guest", check),
         (None, Some(guest)) => {
@@ -93,10 +96,48 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
         }
         (None, None) => {}
     }
+    if let Some(frames) = report.guest.as_ref().and_then(|guest| guest.frames.as_ref()) {
+        row("frames", &frames_line(frames, style));
+    }
     let destination =
         report.destination_cpu_s.map_or(String::new(), |s| format!(", destination {s:.2} s"));
     row("CPU", &format!("source {:.2} s{destination}", report.source_cpu_s));
     out
+}
+
+/// How long the cards were silent, and how they were stopped and started.
+fn network_line(network: &NetworkJson, style: Style) -> String {
+    let cards = plural(network.cards_ms.len().try_into().unwrap_or(u64::MAX), "card");
+    let mut line = match network.blackout_ms {
+        Some(worst) => format!("{cards} silent for {} at most", style.paint(BOLD, &millis(worst))),
+        None => cards,
+    };
+    let _ = write!(line, "; suspended in {}", millis(network.suspend_ms));
+    if let Some(resume) = network.resume_ms {
+        let _ = write!(line, ", resumed in {}", millis(resume));
+    }
+    if let Some(trouble) = &network.trouble {
+        let trouble = crate::failure::one_line(trouble);
+        let _ = write!(line, "; {}", style.paint(RED, &trouble));
+    }
+    line
+}
+
+/// Frames by the guest's own account.
+pub(crate) fn frames_line(frames: &FramesJson, style: Style) -> String {
+    let bad = frames.lost + frames.repeated + frames.damaged;
+    let verdict = format!(
+        "{} lost, {} repeated, {} damaged",
+        grouped(frames.lost),
+        grouped(frames.repeated),
+        grouped(frames.damaged)
+    );
+    format!(
+        "{} came back: {}; {} past 65535",
+        plural(frames.received, "frame"),
+        style.paint(if bad == 0 { GREEN } else { RED }, &verdict),
+        plural(frames.index_wraps, "index wrap"),
+    )
 }
 
 fn equal(equal: Option<bool>, style: Style) -> String {

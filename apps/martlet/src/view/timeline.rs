@@ -11,6 +11,9 @@ const BAR_COLUMNS: usize = 48;
 const NAME_COLUMNS_MAX: usize = 24;
 /// What came before the stop is shown as far back as this share of what came after it.
 const BEFORE_SHARE: f64 = 0.25;
+/// What lasts until the stop is shown from its begin on, if that is not farther before the stop
+/// than this many times what is shown after it.
+const BEFORE_FACTOR: f64 = 3.0;
 /// What comes after the guest ran again is shown until the axis is this many times as long as it
 /// was stopped: a guest that beats seldom beats late.
 const AFTER_FACTOR: f64 = 2.0;
@@ -63,10 +66,11 @@ impl Timeline {
         if rows.is_empty() || to <= 0.0 {
             return None;
         }
-        // What lies far before the stop would press everything else together.
+        // What lies far before the stop would press everything else together; what lasts until the
+        // stop, as the suspend of devices does, is part of the story.
         let farthest = -to * BEFORE_SHARE;
         rows.retain(|row| row.end > farthest && row.start <= to);
-        let from = rows.iter().map(|row| row.start).fold(0.0, f64::min).max(farthest);
+        let from = rows.iter().map(|row| row.start).fold(0.0, f64::min).max(-to * BEFORE_FACTOR);
         Some(Timeline { rows, from, to, resumed })
     }
 

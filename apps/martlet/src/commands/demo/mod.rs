@@ -141,6 +141,9 @@ impl Demo<'_> {
         builder
             .arg("--accel", word(&self.args.accel))
             .arg("--dirty-tracking", word(&self.args.dirty_tracking));
+        if let Some(vdpa) = &self.args.vdpa {
+            builder.arg("--vdpa", vdpa.to_string());
+        }
         builder
     }
 
@@ -288,6 +291,9 @@ impl Demo<'_> {
         text.push_str(&summary::render(&total.report, self.style, check.as_deref()));
         if let (true, Some(line)) = (self.args.runs > 1, chain.blackout_line()) {
             let _ = writeln!(text, "  blackout     {}", self.style.paint(BOLD, &line));
+        }
+        if let (true, Some(line)) = (self.args.runs > 1, chain.network_line()) {
+            let _ = writeln!(text, "  cards        {}", self.style.paint(BOLD, &line));
         }
         out(format_args!("{text}"))?;
         if let Some(complaint) = chain.complaint() {

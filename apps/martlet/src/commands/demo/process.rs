@@ -4,6 +4,7 @@ use super::check_interrupt;
 use crate::commands::follow::{query, read};
 use crate::failure::{Failure, one_line};
 use crate::qmp::client::{Client, ClientError};
+use crate::report_json::FramesJson;
 use martlet_transport::Address;
 use serde::Deserialize;
 use std::fs::File;
@@ -31,6 +32,7 @@ pub(super) struct GuestView {
     pub(super) wrong_pages: u64,
     pub(super) heartbeats: u64,
     pub(super) clock_steps_back: u64,
+    pub(super) frames: Option<FramesJson>,
 }
 
 /// What `x-query-machine` says.

@@ -1,7 +1,7 @@
 //! What a chain of moves comes to: medians, percentiles, and whether all was well.
 
 use super::process::{GuestView, MachineView};
-use crate::report_json::{GuestJson, OutcomeJson, PagesJson, PhasesJson, ReportJson};
+use crate::report_json::{GuestJson, NetworkJson, OutcomeJson, PagesJson, PhasesJson, ReportJson};
 use crate::view::number::{millis, plural};
 use serde::Serialize;
 
@@ -35,6 +35,9 @@ pub(super) struct Total {
     pub(super) completed_runs: u32,
     /// Over all runs.
     pub(super) blackout: Percentiles,
+    /// Of the worst network card, over all runs; null without cards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) network_blackout: Option<Percentiles>,
     accel: String,
     memory_bytes: u64,
     vcpus: u16,
@@ -58,7 +61,10 @@ impl Chain {
     /// Whether another run makes sense: the guest is whole, and it is known where it runs.
     pub(super) fn may_go_on(&self) -> bool {
         let known = |r: &ReportJson| r.outcome == OutcomeJson::Completed;
-        self.guest_is_whole() && self.runs.iter().all(known) && self.memory_equal() != Some(false)
+        self.guest_is_whole()
+            && self.runs.iter().all(known)
+            && self.memory_equal() != Some(false)
+            && self.trouble().is_none()
     }
 
     /// Whether every move was completed and nothing was lost.
@@ -67,17 +73,34 @@ impl Chain {
     }
 
     fn guest_is_whole(&self) -> bool {
-        self.guest.is_none_or(|guest| guest.wrong_pages == 0 && guest.clock_steps_back == 0)
+        self.guest.as_ref().is_none_or(|guest| {
+            let frames = guest.frames.unwrap_or_default();
+            let bad_frames = frames.lost + frames.repeated + frames.damaged;
+            guest.wrong_pages == 0 && guest.clock_steps_back == 0 && bad_frames == 0
+        })
+    }
+
+    /// A card that the destination could not set going again.
+    fn trouble(&self) -> Option<&str> {
+        self.runs.iter().find_map(|r| r.network.as_ref()?.trouble.as_deref())
     }
 
     /// What was not well, in one line.
     pub(super) fn complaint(&self) -> Option<String> {
         if let Some(guest) = self.guest.filter(|_| !self.guest_is_whole()) {
+            let frames = guest.frames.unwrap_or_default();
             return Some(format!(
-                "the guest is damaged: {} wrong, its clock went back {}",
+                "the guest is damaged: {} wrong, its clock went back {}, {} lost, {} repeated, \
+                 {} damaged",
                 plural(guest.wrong_pages, "page"),
                 plural(guest.clock_steps_back, "time"),
+                plural(frames.lost, "frame"),
+                frames.repeated,
+                frames.damaged,
             ));
+        }
+        if let Some(trouble) = self.trouble() {
+            return Some(crate::failure::one_line(trouble));
         }
         if self.memory_equal() == Some(false) {
             return Some("the memory of the two sides was not equal".to_owned());
@@ -110,9 +133,17 @@ impl Chain {
         self.completed().filter_map(|r| r.blackout_ms).collect()
     }
 
-    fn percentiles(&self) -> Percentiles {
-        let at = |percent| nearest_rank(self.blackouts(), percent);
+    fn network_blackouts(&self) -> Vec<f64> {
+        self.completed().filter_map(|r| r.network.as_ref()?.blackout_ms).collect()
+    }
+
+    fn percentiles(values: &[f64]) -> Percentiles {
+        let at = |percent| nearest_rank(values.to_vec(), percent);
         Percentiles { p50_ms: at(50.0), p99_ms: at(99.0), max_ms: at(100.0) }
+    }
+
+    fn has_network(&self) -> bool {
+        self.runs.iter().any(|r| r.network.is_some())
     }
 
     /// All runs as one.
@@ -122,7 +153,10 @@ impl Chain {
             report: self.medians(),
             runs: count(self.runs.len()),
             completed_runs: count(self.completed().count()),
-            blackout: self.percentiles(),
+            blackout: Chain::percentiles(&self.blackouts()),
+            network_blackout: self
+                .has_network()
+                .then(|| Chain::percentiles(&self.network_blackouts())),
             accel: self.machine.accel.clone(),
             memory_bytes: self.machine.memory_bytes,
             vcpus: self.machine.vcpus,
@@ -140,6 +174,7 @@ impl Chain {
             verified_pages: guest.verified_pages,
             wrong_pages: guest.wrong_pages,
             heartbeats: guest.heartbeats,
+            frames: guest.frames,
         });
         ReportJson {
             outcome: failed.map_or(OutcomeJson::Completed, |r| r.outcome),
@@ -166,10 +201,26 @@ impl Chain {
             channels: middle.map_or(0, |r| r.channels),
             source_cpu_s: time(|r| r.source_cpu_s),
             destination_cpu_s: self.median(|r| r.destination_cpu_s),
+            network: self.network(),
             guest,
             memory_equal: self.memory_equal(),
             timeline: middle.map(|r| r.timeline.clone()).unwrap_or_default(),
         }
+    }
+
+    /// Medians of what became of the cards; card by card as in the middle run.
+    fn network(&self) -> Option<NetworkJson> {
+        let middle = self.middle_run()?.network.as_ref()?;
+        let of = |value: fn(&NetworkJson) -> Option<f64>| {
+            self.median(|r| r.network.as_ref().and_then(value))
+        };
+        Some(NetworkJson {
+            blackout_ms: of(|network| network.blackout_ms),
+            cards_ms: middle.cards_ms.clone(),
+            suspend_ms: of(|network| Some(network.suspend_ms)).unwrap_or(0.0),
+            resume_ms: of(|network| network.resume_ms),
+            trouble: self.trouble().map(str::to_owned),
+        })
     }
 
     /// The run with the median blackout, or the median time if there was none.
@@ -184,8 +235,17 @@ impl Chain {
 
     /// Percentiles and the distribution in one line.
     pub(super) fn blackout_line(&self) -> Option<String> {
-        let Percentiles { p50_ms, p99_ms, max_ms } = self.percentiles();
-        let bars = sparkline(&self.blackouts())?;
+        Chain::distribution(&self.blackouts())
+    }
+
+    /// The same for the worst network card of each run.
+    pub(super) fn network_line(&self) -> Option<String> {
+        Chain::distribution(&self.network_blackouts())
+    }
+
+    fn distribution(values: &[f64]) -> Option<String> {
+        let Percentiles { p50_ms, p99_ms, max_ms } = Chain::percentiles(values);
+        let bars = sparkline(values)?;
         Some(format!(
             "p50 {}, p99 {}, max {}  {bars}",
             millis(p50_ms?),
