@@ -110,6 +110,7 @@ pub(crate) struct FramesJson {
     pub(crate) repeated: u64,
     pub(crate) damaged: u64,
     /// How often a queue's index went past 65535.
+    #[serde(alias = "index-wraps")]
     pub(crate) index_wraps: u64,
 }
 

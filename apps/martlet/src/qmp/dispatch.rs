@@ -4,7 +4,7 @@ use super::schema::{
     self, Capabilities, MigrateArguments, NoArguments, SetCapabilities, SetParameters,
 };
 use crate::control::{Control, QuitCause};
-use martlet_guest_program::GuestCounters;
+use martlet_guest_program::{GuestCounters, NicCounters};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -205,6 +205,28 @@ fn guest_counters(counters: &GuestCounters) -> Value {
         "first-wrong-page": first_wrong,
         "heartbeats": counters.heartbeats,
         "clock-steps-back": counters.tsc_backwards,
+        "frames": frames(counters),
+    })
+}
+
+/// What the guest says of its network cards, together; null without any.
+fn frames(counters: &GuestCounters) -> Value {
+    let cards = counters.nics.get(..usize::from(counters.nic_count)).unwrap_or_default();
+    let sum = |value: fn(&NicCounters) -> u64| cards.iter().map(value).fold(0, u64::saturating_add);
+    if cards.is_empty() {
+        return Value::Null;
+    }
+    json!({
+        "cards": cards.len(),
+        "cards-running": cards.iter().filter(|card| card.runs).count(),
+        "sent": sum(|card| card.sent),
+        "received": sum(|card| card.received),
+        "outstanding": sum(NicCounters::outstanding),
+        "lost": sum(|card| card.lost),
+        "repeated": sum(|card| card.repeated),
+        "damaged": sum(|card| card.damaged),
+        "index-wraps": sum(|card| card.index_wraps),
+        "kicks": sum(|card| card.kicks),
     })
 }
 

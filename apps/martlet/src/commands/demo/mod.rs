@@ -31,6 +31,8 @@ const SETTLE: Duration = Duration::from_millis(300);
 const FILL_MAX_PER_GIB: Duration = Duration::from_secs(120);
 /// How long a guest may take to check the pages that prove it alive after a move.
 const ALIVE_MAX: Duration = Duration::from_secs(30);
+/// Frames that come back to it between two moves of a chain.
+const FRAMES_BETWEEN_MOVES: u64 = 4096;
 /// Pages that it checks between two moves of a chain.
 const PAGES_BETWEEN_MOVES: u64 = 4096;
 /// How long a guest may take to check all of its memory once, a GiB.
@@ -80,6 +82,7 @@ impl Demo<'_> {
             size(self.program.working_set),
             self.program.rate.to_string().replacen('/', " pages/", 1),
         ))?;
+        self.wait_frames(&mut here)?;
         let mut chain = Chain::new(machine);
         let steps = (self.args.runs > 1).then(|| Steps::new(self.kind, self.args.runs.into()));
         for run in 0..self.args.runs {
@@ -97,6 +100,7 @@ impl Demo<'_> {
                 let pages = PAGES_BETWEEN_MOVES.min(self.program.fill.0 / PAGE_SIZE);
                 let guest = self.wait_checked(&mut there, pages, ALIVE_MAX)?;
                 chain.saw(&guest);
+                self.wait_frames(&mut there)?;
                 here.quit();
                 here = there;
                 std::thread::sleep(SETTLE);
@@ -179,6 +183,23 @@ impl Demo<'_> {
             let percent = guest.filled_pages.saturating_mul(100) / all.max(1);
             steps.say(format!("the guest fills its memory: {percent} %"));
             self.pause(deadline, "the guest does not get its memory filled")?;
+        }
+    }
+
+    /// Waits until frames flow on all of the guest's cards.
+    fn wait_frames(&self, process: &mut Process) -> Result<(), Failure> {
+        if self.args.vdpa.is_none() {
+            return Ok(());
+        }
+        let deadline = Instant::now() + ALIVE_MAX;
+        let first = process.guest()?.frames.unwrap_or_default().count.received;
+        loop {
+            let frames = process.guest()?.frames.unwrap_or_default();
+            let all_run = frames.cards > 0 && frames.cards_running == frames.cards;
+            if all_run && frames.count.received >= first.saturating_add(FRAMES_BETWEEN_MOVES) {
+                return Ok(());
+            }
+            self.pause(deadline, "no frames come back on the guest's network cards")?;
         }
     }
 

@@ -32,7 +32,17 @@ pub(super) struct GuestView {
     pub(super) wrong_pages: u64,
     pub(super) heartbeats: u64,
     pub(super) clock_steps_back: u64,
-    pub(super) frames: Option<FramesJson>,
+    pub(super) frames: Option<FramesView>,
+}
+
+/// What it says of the guest's network cards, together.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub(super) struct FramesView {
+    pub(super) cards: u64,
+    pub(super) cards_running: u64,
+    #[serde(flatten)]
+    pub(super) count: FramesJson,
 }
 
 /// What `x-query-machine` says.

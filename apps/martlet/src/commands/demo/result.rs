@@ -74,7 +74,7 @@ impl Chain {
 
     fn guest_is_whole(&self) -> bool {
         self.guest.as_ref().is_none_or(|guest| {
-            let frames = guest.frames.unwrap_or_default();
+            let frames = guest.frames.unwrap_or_default().count;
             let bad_frames = frames.lost + frames.repeated + frames.damaged;
             guest.wrong_pages == 0 && guest.clock_steps_back == 0 && bad_frames == 0
         })
@@ -88,7 +88,7 @@ impl Chain {
     /// What was not well, in one line.
     pub(super) fn complaint(&self) -> Option<String> {
         if let Some(guest) = self.guest.filter(|_| !self.guest_is_whole()) {
-            let frames = guest.frames.unwrap_or_default();
+            let frames = guest.frames.unwrap_or_default().count;
             return Some(format!(
                 "the guest is damaged: {} wrong, its clock went back {}, {} lost, {} repeated, \
                  {} damaged",
@@ -174,7 +174,7 @@ impl Chain {
             verified_pages: guest.verified_pages,
             wrong_pages: guest.wrong_pages,
             heartbeats: guest.heartbeats,
-            frames: guest.frames,
+            frames: guest.frames.map(|frames| frames.count),
         });
         ReportJson {
             outcome: failed.map_or(OutcomeJson::Completed, |r| r.outcome),
