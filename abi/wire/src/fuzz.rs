@@ -5,6 +5,7 @@
 use crate::frame::{FRAME_HEADER_BYTES, FrameHeader};
 use crate::hello::{HELLO_BYTES, Hello, HelloReply, REPLY_BYTES};
 use crate::pages::{PAGES_HEADER_BYTES, PagesFrame, PagesHeader, RUNS_MAX, RunEntry, RunKind};
+use crate::rdma::{QueueHello, RDMA_HEADER_BYTES, RdmaHeader, RdmaMessage};
 use crate::{control::Control, frame, hello};
 
 /// Pages of the regions that the fuzzed frames are checked against; region 3 does not exist.
@@ -96,4 +97,28 @@ fn pages_body(frame: PagesFrame, head: &[u8; PAGES_HEADER_BYTES], entries: &[u8]
     };
     assert_eq!(header.as_bytes(), head);
     usize::try_from(data_bytes).ok()
+}
+
+/// A stream of messages beside RDMA queue pairs.
+pub fn rdma(data: &[u8]) {
+    if let Ok(hello) = QueueHello::parse(data) {
+        assert_eq!(QueueHello::parse(&hello.to_bytes()), Ok(hello));
+    }
+    let mut rest = data;
+    while let Some((head, behind)) = rest.split_first_chunk::<RDMA_HEADER_BYTES>() {
+        let Ok(header) = RdmaHeader::parse(head) else { return };
+        let Some((body, next)) = behind.split_at_checked(header.body_bytes()) else { return };
+        match RdmaMessage::decode(header.kind(), body) {
+            Ok(message) => {
+                assert_eq!(message.kind(), header.kind());
+                let mut again = Vec::new();
+                message.encode(&mut again);
+                let (head, body) = again.split_first_chunk().expect("a frame has a header");
+                let header = RdmaHeader::parse(head).expect("our own header");
+                assert_eq!(RdmaMessage::decode(header.kind(), body), Ok(message));
+            }
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+        rest = next;
+    }
 }

@@ -14,3 +14,4 @@ pub mod frame;
 pub mod fuzz;
 pub mod hello;
 pub mod pages;
+pub mod rdma;

@@ -9,11 +9,12 @@ type Decoder = fn(&[u8]);
 #[test]
 fn corpora_are_played() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus");
-    let targets: [(&str, Decoder); 4] = [
+    let targets: [(&str, Decoder); 5] = [
         ("hello", fuzz::hello),
         ("hello_reply", fuzz::hello_reply),
         ("control", fuzz::control),
         ("pages", fuzz::pages),
+        ("rdma", fuzz::rdma),
     ];
     for (target, decode) in targets {
         let mut files = 0;
