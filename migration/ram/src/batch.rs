@@ -1,8 +1,6 @@
 //! What a channel sends at once: runs of pages, merged, and where their content lies.
-#![allow(unsafe_code)]
-// UNSAFETY: the zero check reads guest memory through raw pointers.
 
-use crate::{Chunk, GuestRam, RawSlice, RegionIndex, ZeroCheck};
+use crate::{Chunk, ChunkBits, GuestRam, RawSlice, RegionIndex};
 use martlet_units::{ByteCount, PAGE_SIZE};
 
 /// Most runs in a batch. With two more parts for headers it stays below the kernel's 1024 parts
@@ -86,24 +84,19 @@ impl<'ram> PageBatch<'ram> {
         self.payload_max = (limit - limit % PAGE_SIZE) as usize;
     }
 
-    /// Moves as many of the chunk's pages into the batch as fit, in ascending order, each checked
-    /// for zero once. Only pages that were touched may be in the chunk: checking another one
-    /// would allocate it.
+    /// Moves as many of the chunk's pages into the batch as fit, in ascending order. `zero` are
+    /// those that were found to be zero.
     ///
     /// # Panics
     /// If the chunk is not of this batch's memory.
-    pub fn push_chunk(&mut self, chunk: &mut Chunk, check: &ZeroCheck) -> Pushed {
-        let region = self.ram.region(chunk.region).expect("a chunk of this guest");
+    pub fn push_chunk(&mut self, chunk: &mut Chunk, zero: &ChunkBits) -> Pushed {
         let mut from = 0;
         while let Some(bit) = chunk.bits.next_set(from) {
             if self.payload + PAGE > self.payload_max {
                 return Pushed::Full;
             }
             let page = chunk.first_page + u64::from(bit);
-            // SAFETY: `host_ptr` gives the address of a page of the region's mapping, which lives
-            // as long as the region, which `self.ram` borrows.
-            let zero = unsafe { check.is_zero(region.host_ptr(page)) };
-            let kind = if zero { RunKind::Zero } else { RunKind::Data };
+            let kind = if zero.get(bit) { RunKind::Zero } else { RunKind::Data };
             if !self.append(chunk.region, page, kind) {
                 return Pushed::Full;
             }

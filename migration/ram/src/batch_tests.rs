@@ -1,6 +1,6 @@
 use super::*;
 use crate::tests::{regions, write_page};
-use crate::{CHUNK_PAGES, ChunkBits};
+use crate::{CHUNK_PAGES, ChunkBits, ZeroCheck};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -59,7 +59,8 @@ fn send(ram: &GuestRam, chunks: Vec<Chunk>, limit: ByteCount) -> Vec<(u16, u64, 
         assert!(batch.is_empty());
     };
     for mut chunk in chunks {
-        while batch.push_chunk(&mut chunk, &ZeroCheck::detect()) == Pushed::Full {
+        let zero = chunk.zero_pages(ram, &ZeroCheck::detect());
+        while batch.push_chunk(&mut chunk, &zero) == Pushed::Full {
             assert!(batch.is_full(), "called full too early");
             flush(&mut batch);
         }
@@ -110,19 +111,19 @@ fn a_full_stretch_is_one_run_across_chunks() {
         first_page: index * CHUNK_PAGES,
         bits: ChunkBits::FULL,
     };
-    let check = ZeroCheck::detect();
-    assert_eq!(batch.push_chunk(&mut chunk(0), &check), Pushed::All);
+    let none = ChunkBits::EMPTY;
+    assert_eq!(batch.push_chunk(&mut chunk(0), &none), Pushed::All);
     assert!(!batch.is_full());
-    assert_eq!(batch.push_chunk(&mut chunk(1), &check), Pushed::All);
+    assert_eq!(batch.push_chunk(&mut chunk(1), &none), Pushed::All);
     let run = |kind, first_page, count| Run { region: RegionIndex(0), kind, first_page, count };
     assert_eq!(batch.runs(), [run(RunKind::Data, 0, 1024)]);
     assert_eq!(batch.payload(), BYTES_MAX);
     assert!(batch.is_full());
     let mut third = chunk(2);
-    assert_eq!(batch.push_chunk(&mut third, &check), Pushed::Full);
+    assert_eq!(batch.push_chunk(&mut third, &ChunkBits::FULL), Pushed::Full);
     assert_eq!(third, chunk(2));
     batch.clear();
-    assert_eq!(batch.push_chunk(&mut third, &check), Pushed::All);
+    assert_eq!(batch.push_chunk(&mut third, &ChunkBits::FULL), Pushed::All);
     assert_eq!(batch.runs(), [run(RunKind::Zero, 1024, 512)]);
     assert_eq!((batch.zero_pages(), batch.data_pages()), (512, 0));
 }
@@ -143,7 +144,7 @@ fn runs_end_with_their_region() {
     let mut batch = PageBatch::new(&ram);
     for (region, page) in [(0, 9), (1, 10)] {
         let mut chunk = chunks(&BTreeSet::from([(region, page)]))[0];
-        assert_eq!(batch.push_chunk(&mut chunk, &ZeroCheck::detect()), Pushed::All);
+        assert_eq!(batch.push_chunk(&mut chunk, &ChunkBits::FULL), Pushed::All);
     }
     let runs: Vec<_> = batch.runs().iter().map(|run| (run.region.0, run.first_page)).collect();
     assert_eq!(runs, [(0, 9), (1, 10)]);

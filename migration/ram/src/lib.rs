@@ -3,7 +3,7 @@
 //! ```text
 //! DirtySource --sync--> RamBitmap --Scanner--> Chunk (512 pages, one bit each)
 //!     ^ rearm, just before the pages are read      |
-//!     +--------------------------------------------+--> ZeroCheck --> PageBatch --> a channel
+//!     +--------------------------------------------+--> ZeroFinder --> PageBatch --> a channel
 //! ```
 //!
 //! This crate holds no thread, socket or clock. Guest memory is never a reference here: a vCPU
@@ -15,6 +15,7 @@ mod batch;
 mod chunk;
 mod digest;
 mod dirty;
+mod finder;
 mod place;
 mod region;
 mod scanner;
@@ -25,6 +26,7 @@ mod zero;
 pub use batch::{BYTES_MAX, PageBatch, Pushed, RUNS_MAX, Run, RunKind};
 pub use chunk::{CHUNK_WORDS, Chunk, ChunkBits, channel_of};
 pub use dirty::{DirtySource, RamBitmap, TrackError};
+pub use finder::{CpuFinders, ZeroFinder, ZeroFinders};
 pub use martlet_bitmap::PageBitmap;
 pub use place::{Placer, Target};
 pub use region::{GuestRam, REGIONS_MAX, RamError, RamRegion, RegionIndex};

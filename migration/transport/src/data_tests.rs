@@ -51,10 +51,9 @@ fn pages_arrive_where_they_were() {
     let mut sender = PageSender::new(here);
     let mut batch = PageBatch::new(&source);
     let mut send = |sender: &mut PageSender, pages: &[u32], round| {
-        assert_eq!(
-            batch.push_chunk(&mut chunk(pages), &ZeroCheck::detect()),
-            martlet_ram::Pushed::All
-        );
+        let mut chunk = chunk(pages);
+        let zero = chunk.zero_pages(&source, &ZeroCheck::detect());
+        assert_eq!(batch.push_chunk(&mut chunk, &zero), martlet_ram::Pushed::All);
         sender.send(round, &batch).unwrap();
         sender.barrier(round).unwrap();
         batch.clear();
@@ -123,7 +122,8 @@ fn long_runs_and_short_ones_find_their_places() {
     // The second time all pages are there already, so no run goes to the file.
     for round in 0..2 {
         let mut all = chunk(&pages);
-        assert_eq!(batch.push_chunk(&mut all, &ZeroCheck::detect()), martlet_ram::Pushed::All);
+        let zero = all.zero_pages(&source, &ZeroCheck::detect());
+        assert_eq!(batch.push_chunk(&mut all, &zero), martlet_ram::Pushed::All);
         sender.send(round, &batch).unwrap();
         sender.barrier(round).unwrap();
         batch.clear();

@@ -304,7 +304,8 @@ impl<'ram> Driver<'ram> {
             let hello = Hello::data(channel, token);
             streams.push(connect(&self.to, &hello).map_err(|error| error.to_string())?);
         }
-        Lanes::start(streams, self.ram, &self.sent, &self.pacer, &self.shared)
+        let finders = self.options.zero_finders.as_ref();
+        Lanes::start(streams, self.ram, &self.sent, &self.pacer, &self.shared, finders)
             .map_err(|error| error.to_string())
     }
 

@@ -9,7 +9,9 @@ use super::shared::Shared;
 use crate::host;
 use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TrySendError};
 use martlet_policy::Pacer;
-use martlet_ram::{Chunk, GuestRam, PageBatch, Pushed, ZeroCheck};
+use martlet_ram::{
+    Chunk, ChunkBits, GuestRam, PageBatch, Pushed, ZeroCheck, ZeroFinder, ZeroFinders,
+};
 use martlet_transport::{PageSender, Stream, monotonic_now};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,6 +45,7 @@ struct Common {
     sent: Arc<Sent>,
     pacer: Arc<Pacer>,
     shared: Arc<Shared>,
+    /// For the last pages: an accelerator's round trip costs more than they do.
     zero_check: ZeroCheck,
     stop: AtomicBool,
 }
@@ -74,6 +77,7 @@ impl Lanes {
         sent: &Arc<Sent>,
         pacer: &Arc<Pacer>,
         shared: &Arc<Shared>,
+        finders: &dyn ZeroFinders,
     ) -> io::Result<Lanes> {
         let common = Arc::new(Common {
             ram: Arc::clone(ram),
@@ -84,20 +88,20 @@ impl Lanes {
             stop: AtomicBool::new(false),
         });
         let mut lanes = Lanes { common, lanes: Vec::with_capacity(streams.len()) };
-        for stream in streams {
-            let handle = lanes.start_lane(stream)?;
+        for (channel, stream) in (0..).zip(streams) {
+            let handle = lanes.start_lane(stream, finders.open(ram, channel)?)?;
             lanes.lanes.push(handle);
         }
         Ok(lanes)
     }
 
-    fn start_lane(&self, stream: Stream) -> io::Result<Handle> {
+    fn start_lane(&self, stream: Stream, finder: Box<dyn ZeroFinder>) -> io::Result<Handle> {
         let breaker = stream.try_clone()?;
         let lane = Arc::new(Mutex::new(Lane { sender: PageSender::new(stream), round: 0 }));
         let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS);
         let thread = {
             let (lane, common) = (Arc::clone(&lane), Arc::clone(&self.common));
-            host::spawn("martlet-send", move || run(&lane, &work, &common))?
+            host::spawn("martlet-send", move || run(&lane, &work, &common, finder))?
         };
         Ok(Handle { lane, queue, thread, breaker })
     }
@@ -145,7 +149,8 @@ impl Lanes {
             let mut lane = lock(&handle.lane);
             let mut outgoing = Outgoing { common: &self.common, batch, pace: Pace::Unlimited };
             for chunk in chunks.iter().filter(|chunk| chunk.channel(channels) == channel) {
-                outgoing.add(&mut lane, chunk)?;
+                let zero = chunk.zero_pages(&self.common.ram, &self.common.zero_check);
+                outgoing.add(&mut lane, *chunk, &zero)?;
             }
             outgoing.flush(&mut lane)?;
             outgoing.barrier(&mut lane, round)?;
@@ -193,10 +198,25 @@ struct Outgoing<'a, 'ram> {
 }
 
 impl Outgoing<'_, '_> {
-    fn add(&mut self, lane: &mut Lane, chunk: &Chunk) -> io::Result<()> {
-        let mut rest = *chunk;
-        while self.batch.push_chunk(&mut rest, &self.common.zero_check) != Pushed::All {
+    fn add(&mut self, lane: &mut Lane, chunk: Chunk, zero: &ChunkBits) -> io::Result<()> {
+        let mut rest = chunk;
+        while self.batch.push_chunk(&mut rest, zero) != Pushed::All {
             self.flush(lane)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the chunks that the finder has done or is doing until only `left` are pending.
+    fn collect(
+        &mut self,
+        lane: &mut Lane,
+        finder: &mut dyn ZeroFinder,
+        left: usize,
+    ) -> io::Result<()> {
+        while finder.pending() > left
+            && let Some((chunk, zero)) = finder.collect()
+        {
+            self.add(lane, chunk, &zero)?;
         }
         Ok(())
     }
@@ -235,8 +255,13 @@ fn sleep_unless_stopped(common: &Common, mut delay: Duration) {
 }
 
 /// A lane's thread: ends when the queue is dropped or the channel breaks.
-fn run(lane: &Mutex<Lane>, work: &Receiver<Work>, common: &Common) {
-    if let Err(error) = serve(lane, work, common) {
+fn run(
+    lane: &Mutex<Lane>,
+    work: &Receiver<Work>,
+    common: &Common,
+    mut finder: Box<dyn ZeroFinder>,
+) {
+    if let Err(error) = serve(lane, work, common, finder.as_mut()) {
         common
             .shared
             .events
@@ -244,7 +269,12 @@ fn run(lane: &Mutex<Lane>, work: &Receiver<Work>, common: &Common) {
     }
 }
 
-fn serve(lane: &Mutex<Lane>, work: &Receiver<Work>, common: &Common) -> io::Result<()> {
+fn serve(
+    lane: &Mutex<Lane>,
+    work: &Receiver<Work>,
+    common: &Common,
+    finder: &mut dyn ZeroFinder,
+) -> io::Result<()> {
     let ram = Arc::clone(&common.ram);
     let mut batch = PageBatch::new(&ram);
     let mut outgoing = Outgoing { common, batch: &mut batch, pace: Pace::Limited };
@@ -255,13 +285,17 @@ fn serve(lane: &Mutex<Lane>, work: &Receiver<Work>, common: &Common) -> io::Resu
         let mut lane = lock(lane);
         match item {
             Work::Chunk(chunk) => {
-                outgoing.add(&mut lane, &chunk)?;
+                let room_for_one = finder.depth() - 1;
+                outgoing.collect(&mut lane, finder, room_for_one)?;
+                finder.submit(chunk);
                 // Small runs of several chunks share a frame, but only while more is waiting.
                 if work.is_empty() {
+                    outgoing.collect(&mut lane, finder, 0)?;
                     outgoing.flush(&mut lane)?;
                 }
             }
             Work::Barrier(round) => {
+                outgoing.collect(&mut lane, finder, 0)?;
                 outgoing.flush(&mut lane)?;
                 outgoing.barrier(&mut lane, round)?;
                 drop(lane);

@@ -12,14 +12,16 @@ use crate::{SourceVmm, VmmError, host};
 use driver::Start;
 use events::Event;
 use martlet_policy::Pacer;
+use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
 use martlet_transport::{Address, monotonic_now};
 use martlet_units::BytesPerSec;
 use shared::Shared;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// How a guest is to be moved.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct MigrateOptions {
     /// Data channels, 1 to 128; `None` takes what suits this host's cores.
     pub channels: Option<u16>,
@@ -31,6 +33,20 @@ pub struct MigrateOptions {
     pub verify: bool,
     /// Take time from the guest when it dirties memory faster than the link carries it.
     pub auto_converge: bool,
+    /// Who finds zero pages in the pre-copy rounds. The last pages are the CPU's.
+    pub zero_finders: Arc<dyn ZeroFinders>,
+}
+
+impl fmt::Debug for MigrateOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MigrateOptions")
+            .field("channels", &self.channels)
+            .field("downtime_limit", &self.downtime_limit)
+            .field("bandwidth", &self.bandwidth)
+            .field("verify", &self.verify)
+            .field("auto_converge", &self.auto_converge)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Default for MigrateOptions {
@@ -41,6 +57,7 @@ impl Default for MigrateOptions {
             bandwidth: None,
             verify: false,
             auto_converge: true,
+            zero_finders: Arc::new(CpuFinders(ZeroCheck::detect())),
         }
     }
 }
