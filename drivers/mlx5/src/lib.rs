@@ -1,1 +1,4 @@
 //! The mlx5 vDPA driver: firmware commands in batches.
+
+pub mod batch;
+pub mod command;

@@ -1,0 +1,282 @@
+//! Batches of commands: tell all, then wait for all.
+//!
+//! A batch issues its items in order, at most a window's worth at a time. When the command queue
+//! is busy it waits for one of its own commands to end, the oldest as a rule, and tries again; if
+//! it has none outstanding, it asks again and again until its claim is honoured, which is what a
+//! synchronous command does. It always drains: when something stops it from issuing, what has been
+//! issued is waited for, and counts. So the report says for every item what became of it.
+//!
+//! Linux' executor (`drivers/vdpa/mlx5/core/resources.c`, `mlx5_vdpa_exec_async_cmds`) puts every
+//! message into mailboxes at once, drops the results of what was issued before an error, and has a
+//! barrier between two batches. Here mailboxes are filled when their command is issued, and an item
+//! may follow another one without the rest having to be done.
+
+mod items;
+#[cfg(test)]
+mod tests;
+
+pub use items::{Item, ItemState};
+
+use crate::command::{CommandError, CommandQueue, Output, Request, SubmitError, UserId};
+use martlet_units::Instant;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// How often a batch that is refused, and has nothing outstanding, asks again when nothing else
+/// happens: another user's command may end without an event for us.
+const RETRY_EVERY: Duration = Duration::from_micros(50);
+
+/// What a batch does when an item fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFailure {
+    /// Goes on: the items have nothing to do with each other.
+    GoOn,
+    /// Issues nothing more: the items are of use together only.
+    StopIssuing,
+}
+
+/// How a batch is executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchOptions {
+    /// For whom.
+    pub user: UserId,
+    /// Commands at a time, at least 1. With 1 the batch is a series.
+    pub window: usize,
+    /// How long each command has from its issue to its answer.
+    pub deadline: Duration,
+    /// What a failure means for the rest.
+    pub on_failure: OnFailure,
+}
+
+/// Commands that are executed together.
+#[derive(Debug)]
+pub struct Batch {
+    options: BatchOptions,
+    items: Vec<Item>,
+    /// Items that may be issued, in the order in which they are.
+    ready: VecDeque<usize>,
+    /// Items that may be issued after those: each follows an item that is done.
+    followers: VecDeque<usize>,
+    /// Issued and not done, oldest first.
+    outstanding: VecDeque<usize>,
+    /// Done and not yet given out by [`Batch::poll_item`].
+    ended: VecDeque<usize>,
+    /// Refused: nothing is tried until one of our own ends.
+    is_held_back: bool,
+    /// Since when it has been refused with nothing outstanding.
+    refused_since: Option<Instant>,
+    stopped: Option<SubmitError>,
+    outstanding_max: usize,
+    refusals: u64,
+}
+
+impl Batch {
+    /// An empty batch.
+    pub fn new(options: BatchOptions) -> Batch {
+        assert!(options.window >= 1, "a batch has a window");
+        Batch {
+            options,
+            items: Vec::new(),
+            ready: VecDeque::new(),
+            followers: VecDeque::new(),
+            outstanding: VecDeque::new(),
+            ended: VecDeque::new(),
+            is_held_back: false,
+            refused_since: None,
+            stopped: None,
+            outstanding_max: 0,
+            refusals: 0,
+        }
+    }
+
+    /// Adds an item; returns its number. Items without a predecessor are issued in the order of
+    /// their numbers.
+    pub fn push(&mut self, request: Request) -> usize {
+        self.items.push(Item::new(request, None));
+        self.ready.push_back(self.items.len() - 1);
+        self.items.len() - 1
+    }
+
+    /// Adds an item that is issued as soon as another one has succeeded, and not at all if that
+    /// fails. Items without a predecessor are issued first.
+    ///
+    /// # Panics
+    /// If there is no item of that number.
+    pub fn push_after(&mut self, request: Request, predecessor: usize) -> usize {
+        self.items.push(Item::new(request, None));
+        let number = self.items.len() - 1;
+        assert!(predecessor < number, "an item follows one before it");
+        self.items[number].predecessor = Some(predecessor);
+        number
+    }
+
+    /// How many items it has.
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// Whether every item has ended.
+    pub fn is_done(&self) -> bool {
+        self.items.iter().all(|item| matches!(item.state, ItemState::Ended(_)))
+    }
+
+    /// The most of its commands that were outstanding at a time.
+    pub fn outstanding_max(&self) -> usize {
+        self.outstanding_max
+    }
+
+    /// How often it was refused because the queue was busy.
+    pub fn refusals(&self) -> u64 {
+        self.refusals
+    }
+
+    /// What became of an item; `None` while it has not ended.
+    pub fn result(&self, number: usize) -> Option<&Result<Output, CommandError>> {
+        match &self.items.get(number)?.state {
+            ItemState::Ended(result) => Some(result),
+            ItemState::Waiting | ItemState::Issued(_) => None,
+        }
+    }
+
+    /// What became of all items, in order. Empty while it is not done.
+    pub fn results(&self) -> impl Iterator<Item = &Result<Output, CommandError>> {
+        let count = if self.is_done() { self.items.len() } else { 0 };
+        (0..count).filter_map(|number| self.result(number))
+    }
+
+    /// The error of the first item, by number, that failed.
+    pub fn first_error(&self) -> Option<&CommandError> {
+        (0..self.items.len()).find_map(|number| self.result(number)?.as_ref().err())
+    }
+
+    /// The next item that has ended, in the order in which that was seen. Each once.
+    pub fn poll_item(&mut self) -> Option<usize> {
+        self.ended.pop_front()
+    }
+
+    /// Collects what has ended and issues what may be issued. Whether the batch is done. To be
+    /// called after each `on_*` of the queue, and at [`Self::poll_timeout`]; afterwards the
+    /// queue's doorbell is to be rung.
+    pub fn poll(&mut self, now: Instant, queue: &mut CommandQueue) -> bool {
+        self.collect(queue);
+        self.issue(now, queue);
+        self.is_done()
+    }
+
+    /// When to call [`Self::poll`] even if nothing has happened.
+    pub fn poll_timeout(&self, now: Instant) -> Option<Instant> {
+        self.refused_since.map(|_| now.after(RETRY_EVERY))
+    }
+
+    fn collect(&mut self, queue: &mut CommandQueue) {
+        let mut index = 0;
+        while let Some(number) = self.outstanding.get(index).copied() {
+            let ItemState::Issued(id) = self.items[number].state else {
+                unreachable!("what is outstanding was issued")
+            };
+            match queue.take_done(id) {
+                Some(completion) => {
+                    self.outstanding.remove(index);
+                    self.is_held_back = false;
+                    self.end(number, completion.result);
+                }
+                None => index += 1,
+            }
+        }
+    }
+
+    /// An item has ended; those that follow it are ready, or end with it.
+    fn end(&mut self, number: usize, result: Result<Output, CommandError>) {
+        let succeeded = result.is_ok();
+        if !succeeded && self.options.on_failure == OnFailure::StopIssuing {
+            self.skip_all_waiting(None);
+        }
+        self.items[number].state = ItemState::Ended(result);
+        self.items[number].forget_input();
+        self.ended.push_back(number);
+        let follow = |item: &Item| item.predecessor == Some(number) && item.is_waiting();
+        let followers = self.items.iter().enumerate().filter(|(_, item)| follow(item));
+        let followers: Vec<usize> = followers.map(|(follower, _)| follower).collect();
+        for follower in followers {
+            if succeeded {
+                self.followers.push_back(follower);
+            } else {
+                let opcode = self.items[follower].opcode();
+                self.end(follower, Err(CommandError::Skipped { opcode }));
+            }
+        }
+    }
+
+    /// Nothing more is issued: what waits ends now. `because` is for the first of them.
+    fn skip_all_waiting(&mut self, mut because: Option<SubmitError>) {
+        let (ready, followers) = (self.ready.drain(..), self.followers.drain(..));
+        let next: Vec<usize> = ready.chain(followers).collect();
+        let rest: Vec<usize> = (0..self.items.len()).filter(|n| !next.contains(n)).collect();
+        for number in next.into_iter().chain(rest) {
+            if !self.items[number].is_waiting() {
+                continue;
+            }
+            let opcode = self.items[number].opcode();
+            let error = match because.take() {
+                Some(because) => CommandError::NotIssued { opcode, because },
+                None => CommandError::Skipped { opcode },
+            };
+            self.items[number].state = ItemState::Ended(Err(error));
+            self.items[number].forget_input();
+            self.ended.push_back(number);
+        }
+    }
+
+    fn issue(&mut self, now: Instant, queue: &mut CommandQueue) {
+        while !self.is_held_back && self.outstanding.len() < self.options.window {
+            let Some(number) = self.ready.front().or_else(|| self.followers.front()).copied()
+            else {
+                return;
+            };
+            let BatchOptions { user, deadline, .. } = self.options;
+            match queue.submit(now, user, deadline, self.items[number].request()) {
+                Ok(id) => self.issued(number, id),
+                Err(SubmitError::Busy | SubmitError::NoMailboxes { .. })
+                    if !self.outstanding.is_empty() =>
+                {
+                    // One of our own gives back what is missing.
+                    self.refusals += 1;
+                    self.is_held_back = true;
+                }
+                Err(SubmitError::Busy) if !self.is_overdue(now) => {
+                    self.refusals += 1;
+                    self.refused_since.get_or_insert(now);
+                    return;
+                }
+                Err(because) => {
+                    self.refused_since = None;
+                    self.stopped = Some(because);
+                    self.skip_all_waiting(Some(because));
+                }
+            }
+        }
+    }
+
+    /// Whether it has been refused, with nothing outstanding, for as long as a command may take.
+    fn is_overdue(&self, now: Instant) -> bool {
+        self.refused_since.is_some_and(|since| now.since(since) >= self.options.deadline)
+    }
+
+    fn issued(&mut self, number: usize, id: crate::command::CommandId) {
+        self.ready.pop_front().or_else(|| self.followers.pop_front());
+        self.refused_since = None;
+        self.items[number].state = ItemState::Issued(id);
+        self.outstanding.push_back(number);
+        self.outstanding_max = self.outstanding_max.max(self.outstanding.len());
+    }
+
+    /// Why it stopped issuing; `None` if it did not.
+    pub fn stopped(&self) -> Option<SubmitError> {
+        self.stopped
+    }
+}

@@ -1,0 +1,32 @@
+//! The firmware command queue, without I/O: time and events go in, doorbells and results come out.
+//!
+//! A command takes a slot: an entry of the command page, and mailboxes for what does not fit into
+//! it. The device owns the slot until it clears the owner bit of the entry; nothing else gives a
+//! slot back. So a command that is not answered in time ends with an error for its user, while its
+//! slot stays in quarantine, mailboxes and all, until the answer comes after all.
+//!
+//! Slots are taken lowest first; the last one is kept for MANAGE_PAGES, because the firmware may
+//! need pages to finish any other command. Opcodes that are slow in firmware are throttled: half
+//! of the ordinary slots' worth of permits (Linux `cmd.c`, `throttle_sem`). Neither slots nor
+//! permits are waited for here: [`SubmitError::Busy`] says so at once, and [`Shares`] sees to it
+//! that whoever was refused gets its turn.
+
+mod error;
+mod pool;
+mod queue;
+mod request;
+mod share;
+mod slot;
+mod stats;
+#[cfg(test)]
+pub(crate) mod tests;
+mod writer;
+
+pub use error::{CommandError, SubmitError};
+pub use pool::MailboxPool;
+pub use queue::{CommandQueue, Detection, QueueOptions};
+pub use request::{CommandId, Completion, Input, LateCompletion, Message, Output, Request, UserId};
+pub use share::Shares;
+pub use slot::{SlotEvent, SlotState};
+pub use stats::{OpcodeStats, QueueStats};
+pub use writer::InputWriter;

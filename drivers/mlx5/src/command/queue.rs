@@ -1,0 +1,522 @@
+//! The command queue itself.
+
+use super::pool::Chain;
+use super::request::{MESSAGE_BYTES_MAX, MESSAGE_BYTES_MIN};
+use super::{
+    CommandError, CommandId, Completion, Input, InputWriter, LateCompletion, MailboxPool, Output,
+    QueueStats, Request, Shares, SlotEvent, SlotState, SubmitError, UserId,
+};
+use martlet_device_io::{BusAddress, Dma, DmaBlock, DmaError};
+use martlet_mlx5_abi::command::{
+    self, CommandEntry, ENTRY_TYPE, INLINE_BYTES, MAILBOX_DATA_BYTES, OUT_INLINE_OFFSET,
+    OWNED_BY_DEVICE, STATUS_OWN_OFFSET, TOKEN_OFFSET, mailboxes_for,
+};
+use martlet_mlx5_abi::init_segment::{COMMAND_ENTRIES_MAX, CommandQueueShape, LOG_COMMAND_PAGE};
+use martlet_mlx5_abi::message::OutHeader;
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32, U64};
+use martlet_units::Instant;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+const PAGE_BYTES: usize = 1 << LOG_COMMAND_PAGE;
+
+/// How answers are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detection {
+    /// By looking at the owner bits: before there is an event queue.
+    Polling,
+    /// By events; the owner bit still has the last word, and is looked at when an event is late.
+    Events,
+}
+
+/// What a command queue is made with.
+#[derive(Clone, Copy, Debug)]
+pub struct QueueOptions {
+    /// DMA memory for mailboxes at most, in bytes.
+    pub mailbox_bytes_max: usize,
+}
+
+/// The command queue of one function.
+///
+/// Four kinds of methods: [`Self::submit`] takes a command; `on_*` tell what has happened;
+/// `poll_*` say what is to be done: [`Self::poll_doorbell`] after every `submit`,
+/// [`Self::poll_done`] (or [`Self::take_done`]) and [`Self::poll_late`] after every `on_*`,
+/// [`Self::poll_timeout`] when there is nothing else to do; the rest looks.
+#[derive(Debug)]
+pub struct CommandQueue {
+    page: DmaBlock,
+    log_stride: u8,
+    slots: Vec<Slot>,
+    pool: MailboxPool,
+    /// Ordinary slots, without the last.
+    ordinary: Shares,
+    throttle: Shares,
+    detection: Detection,
+    doorbell: u32,
+    last_token: u8,
+    last_id: u64,
+    done: VecDeque<Completion>,
+    late: VecDeque<LateCompletion>,
+    stats: QueueStats,
+    is_gone: bool,
+}
+
+#[derive(Debug)]
+struct Slot {
+    state: SlotState,
+    command: Option<Posted>,
+}
+
+/// A command that the device has.
+#[derive(Debug)]
+struct Posted {
+    id: CommandId,
+    user: UserId,
+    opcode: Opcode,
+    op_mod: u16,
+    token: u8,
+    issued: Instant,
+    deadline: Instant,
+    /// When the owner bit is looked at even without an event.
+    probe: Instant,
+    input: Chain,
+    output: Chain,
+    out_bytes: usize,
+}
+
+/// How the kinds of slots are counted: who has an ordinary one pays with a share.
+fn is_for_pages(opcode: Opcode) -> bool {
+    opcode == Opcode::MANAGE_PAGES
+}
+
+impl CommandQueue {
+    /// Makes the command page for a queue of the shape that the device told.
+    ///
+    /// A shape that can't be is an error of kind `None`: the device is broken.
+    pub fn new(
+        dma: Arc<dyn Dma>,
+        shape: CommandQueueShape,
+        options: QueueOptions,
+    ) -> Result<Option<CommandQueue>, DmaError> {
+        let entries = 1_u32.checked_shl(u32::from(shape.log_entries)).unwrap_or(0);
+        let fits = u32::from(shape.log_entries) + u32::from(shape.log_stride) <= LOG_COMMAND_PAGE;
+        // At least one ordinary entry, and room for an entry in each stride.
+        if !(2..=COMMAND_ENTRIES_MAX).contains(&entries) || !fits || shape.log_stride < 6 {
+            return Ok(None);
+        }
+        let page = dma.alloc(PAGE_BYTES, PAGE_BYTES)?;
+        let slots = (0..entries).map(|_| Slot { state: SlotState::Free, command: None }).collect();
+        let ordinary = entries as usize - 1;
+        Ok(Some(CommandQueue {
+            page,
+            log_stride: shape.log_stride,
+            slots,
+            pool: MailboxPool::new(dma, options.mailbox_bytes_max),
+            ordinary: Shares::new(ordinary),
+            throttle: Shares::new(ordinary.div_ceil(2)),
+            detection: Detection::Polling,
+            doorbell: 0,
+            last_token: 0,
+            last_id: 0,
+            done: VecDeque::new(),
+            late: VecDeque::new(),
+            stats: QueueStats::default(),
+            is_gone: false,
+        }))
+    }
+
+    /// Where the device finds the command page.
+    pub fn page_at(&self) -> BusAddress {
+        self.page.at()
+    }
+
+    /// Slots for everything but MANAGE_PAGES.
+    pub fn ordinary_slots(&self) -> usize {
+        self.ordinary.total()
+    }
+
+    /// Permits for throttled opcodes.
+    pub fn throttle_permits(&self) -> usize {
+        self.throttle.total()
+    }
+
+    /// Says how answers are found from now on.
+    pub fn set_detection(&mut self, detection: Detection) {
+        self.detection = detection;
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> QueueStats {
+        let mut stats = self.stats.clone();
+        let quarantined = |slot: &&Slot| slot.state == SlotState::Quarantined;
+        stats.quarantined = self.slots.iter().filter(quarantined).count().try_into().unwrap_or(0);
+        stats.mailboxes_max = self.pool.used_max();
+        stats
+    }
+
+    /// Whether the device has a command of which somebody waits for the answer.
+    pub fn is_idle(&self) -> bool {
+        self.slots.iter().all(|slot| slot.state != SlotState::Posted)
+    }
+
+    /// Whether a late answer is still to come.
+    pub fn has_quarantined(&self) -> bool {
+        self.slots.iter().any(|slot| slot.state == SlotState::Quarantined)
+    }
+
+    /// Whether the device is gone.
+    pub fn is_gone(&self) -> bool {
+        self.is_gone
+    }
+
+    /// Gives mailboxes back to the host that nothing has needed lately.
+    pub fn trim(&mut self) {
+        self.pool.trim();
+    }
+
+    /// Puts a command into a slot; it starts with the next doorbell. It is answered or given up
+    /// `deadline` later at the latest. On an error nothing has been done.
+    pub fn submit(
+        &mut self,
+        now: Instant,
+        user: UserId,
+        deadline: Duration,
+        request: &Request,
+    ) -> Result<CommandId, SubmitError> {
+        if self.is_gone {
+            return Err(SubmitError::Gone);
+        }
+        let (opcode, in_bytes, out_bytes) =
+            (request.opcode, request.input.bytes(), request.out_bytes);
+        let lengths = MESSAGE_BYTES_MIN..=MESSAGE_BYTES_MAX;
+        if !lengths.contains(&in_bytes) || !lengths.contains(&out_bytes) {
+            return Err(SubmitError::BadLength { opcode, in_bytes, out_bytes });
+        }
+        let index = self.free_slot(now, user, opcode).inspect_err(|_| {
+            self.stats.opcodes.entry(opcode).or_default().busy += 1;
+        })?;
+        let (input_boxes, output_boxes) = (mailboxes_for(in_bytes), mailboxes_for(out_bytes));
+        let no_mailboxes = SubmitError::NoMailboxes { needed: input_boxes + output_boxes };
+        let input = self.pool.take(input_boxes).ok_or(no_mailboxes)?;
+        let Some(output) = self.pool.take(output_boxes) else {
+            self.pool.give(&input);
+            return Err(no_mailboxes);
+        };
+        self.take_shares(user, opcode);
+        self.last_id += 1;
+        let posted = Posted {
+            id: CommandId(self.last_id),
+            user,
+            opcode,
+            op_mod: 0,
+            token: self.next_token(),
+            issued: now,
+            deadline: now.after(deadline),
+            probe: now.after(deadline / 2),
+            input,
+            output,
+            out_bytes,
+        };
+        Ok(self.post(index, posted, &request.input))
+    }
+
+    /// The slot for a command: the last for MANAGE_PAGES, the lowest free one for others, if the
+    /// user may have it.
+    fn free_slot(
+        &mut self,
+        now: Instant,
+        user: UserId,
+        opcode: Opcode,
+    ) -> Result<usize, SubmitError> {
+        let last = self.slots.len() - 1;
+        let is_free = |slot: &Slot| slot.state == SlotState::Free;
+        if is_for_pages(opcode) {
+            return if is_free(&self.slots[last]) { Ok(last) } else { Err(SubmitError::Busy) };
+        }
+        if opcode.is_throttled() && !self.throttle.may_take(now, user) {
+            return Err(SubmitError::Busy);
+        }
+        if !self.ordinary.may_take(now, user) {
+            return Err(SubmitError::Busy);
+        }
+        self.slots[..last].iter().position(is_free).ok_or(SubmitError::Busy)
+    }
+
+    fn take_shares(&mut self, user: UserId, opcode: Opcode) {
+        if is_for_pages(opcode) {
+            return;
+        }
+        self.ordinary.take(user);
+        if opcode.is_throttled() {
+            self.throttle.take(user);
+        }
+    }
+
+    /// A command has ended for its user; its slot may be in quarantine nevertheless. The share is
+    /// given back all the same, as Linux gives back the permit: slots are what is short then.
+    fn give_shares(&mut self, user: UserId, opcode: Opcode) {
+        if is_for_pages(opcode) {
+            return;
+        }
+        self.ordinary.give(user);
+        if opcode.is_throttled() {
+            self.throttle.give(user);
+        }
+    }
+
+    /// A token for the next command. Never zero: mailboxes fresh from the host carry that.
+    fn next_token(&mut self) -> u8 {
+        self.last_token = self.last_token.checked_add(1).unwrap_or(1);
+        self.last_token
+    }
+
+    fn entry_offset(&self, index: usize) -> usize {
+        index << self.log_stride
+    }
+
+    /// Writes the message and the entry, and hands the slot to the device.
+    fn post(&mut self, index: usize, mut posted: Posted, input: &Input) -> CommandId {
+        let in_bytes = input.bytes();
+        let mut writer = InputWriter::new(&self.pool, &posted.input, in_bytes);
+        match input {
+            Input::Bytes(bytes) => writer.write(bytes),
+            Input::Lazy(message) => message.write(&mut writer),
+        }
+        let inline = writer.finish();
+        self.pool.link(&posted.input, posted.token);
+        self.pool.clear(&posted.output);
+        self.pool.link(&posted.output, posted.token);
+        posted.op_mod = u16::from_be_bytes([inline[6], inline[7]]);
+
+        let length = |bytes: usize| U32::new(u32::try_from(bytes).expect("messages have a limit"));
+        let mut entry = CommandEntry::new_zeroed();
+        entry.kind = ENTRY_TYPE;
+        entry.in_length = length(in_bytes);
+        entry.in_pointer = U64::new(self.pool.first(&posted.input));
+        entry.in_inline = inline;
+        entry.out_pointer = U64::new(self.pool.first(&posted.output));
+        entry.out_length = length(posted.out_bytes);
+        entry.token = posted.token;
+        entry.status_own = OWNED_BY_DEVICE;
+        entry.sign();
+        let offset = self.entry_offset(index);
+        self.page.write(offset, &entry.as_bytes()[..STATUS_OWN_OFFSET]);
+        // The owner bit last, for a device that looks at entries before its doorbell rings. The
+        // doorbell is a release of its own.
+        self.page.store8(offset + STATUS_OWN_OFFSET, entry.status_own);
+        self.doorbell |= 1 << index;
+
+        let stats = self.stats.opcodes.entry(posted.opcode).or_default();
+        stats.issued += 1;
+        stats.in_flight += 1;
+        stats.in_flight_max = stats.in_flight_max.max(stats.in_flight);
+        let id = posted.id;
+        self.change(index, SlotEvent::Issue);
+        self.slots[index].command = Some(posted);
+        id
+    }
+
+    /// The one place where a slot's state changes.
+    fn change(&mut self, index: usize, event: SlotEvent) {
+        let state = self.slots[index].state;
+        let next = state.next(event);
+        self.slots[index].state =
+            next.unwrap_or_else(|| panic!("slot {index} is {state:?} at {event:?}"));
+    }
+
+    /// What to write to the doorbell register (before it is swapped to big-endian): one bit for
+    /// each slot that was filled since the last call. `None` for nothing.
+    pub fn poll_doorbell(&mut self) -> Option<u32> {
+        let vector = std::mem::take(&mut self.doorbell);
+        self.stats.doorbells += u64::from(vector != 0);
+        (vector != 0).then_some(vector)
+    }
+
+    /// An event tells of answers: one bit for each slot.
+    pub fn on_completion(&mut self, now: Instant, vector: u32) {
+        for index in 0..COMMAND_ENTRIES_MAX as usize {
+            if vector >> index & 1 == 0 {
+                continue;
+            }
+            // Whatever the event says: while the owner bit stands, the device may write.
+            if self.answer(now, index) {
+                self.stats.by_event += 1;
+            } else {
+                self.stats.spurious += 1;
+            }
+        }
+    }
+
+    /// Looks at all owner bits.
+    pub fn on_poll(&mut self, now: Instant) {
+        for index in 0..self.slots.len() {
+            if self.answer(now, index) {
+                self.stats.by_probe += u64::from(self.detection == Detection::Events);
+            }
+        }
+    }
+
+    /// Time has passed: looks where an answer is overdue, and gives up where it is over. To be
+    /// called at [`Self::poll_timeout`], or more often.
+    pub fn on_timeout(&mut self, now: Instant) {
+        for index in 0..self.slots.len() {
+            let slot = &self.slots[index];
+            let due = match (&slot.command, slot.state) {
+                (_, SlotState::Free) | (None, _) => continue,
+                (Some(_), SlotState::Quarantined) => true,
+                (Some(posted), SlotState::Posted) => posted.probe <= now,
+            };
+            let looks = due || self.detection == Detection::Polling;
+            if looks && self.answer(now, index) {
+                self.stats.by_probe += u64::from(self.detection == Detection::Events);
+            } else if due {
+                self.give_up_or_probe_again(now, index);
+            }
+        }
+    }
+
+    fn give_up_or_probe_again(&mut self, now: Instant, index: usize) {
+        let slot = &mut self.slots[index];
+        let Some(posted) = &mut slot.command else { return };
+        if slot.state != SlotState::Posted {
+            return;
+        }
+        if posted.deadline <= now {
+            let waited = now.since(posted.issued);
+            let error = CommandError::Timeout { opcode: posted.opcode, waited };
+            self.give_up(now, index, error);
+        } else {
+            posted.probe = posted.deadline;
+        }
+    }
+
+    /// The device is gone: every command ends, and no more are taken. Slots stay in quarantine,
+    /// since nobody knows what still writes to them.
+    pub fn on_gone(&mut self, now: Instant) {
+        self.is_gone = true;
+        for index in 0..self.slots.len() {
+            if self.slots[index].state == SlotState::Posted && !self.answer(now, index) {
+                let opcode = self.slots[index].command.as_ref().map_or(Opcode(0), |c| c.opcode);
+                self.give_up(now, index, CommandError::Gone { opcode });
+            }
+        }
+    }
+
+    fn give_up(&mut self, now: Instant, index: usize, error: CommandError) {
+        self.change(index, SlotEvent::GiveUp);
+        let posted = self.slots[index].command.as_ref().expect("a posted slot has a command");
+        let (id, user, opcode) = (posted.id, posted.user, posted.opcode);
+        let stats = self.stats.opcodes.entry(opcode).or_default();
+        stats.timed_out += 1;
+        stats.in_flight -= 1;
+        self.give_shares(user, opcode);
+        self.done.push_back(Completion { id, result: Err(error), at: now });
+    }
+
+    /// Takes the answer from a slot, if the device has given the slot back. Whether it had.
+    fn answer(&mut self, now: Instant, index: usize) -> bool {
+        let Some(slot) = self.slots.get(index) else { return false };
+        if slot.command.is_none() {
+            return false;
+        }
+        // Pairs with the device's release of the owner bit: the output is there.
+        let status_own = self.page.load8(self.entry_offset(index) + STATUS_OWN_OFFSET);
+        if status_own & OWNED_BY_DEVICE != 0 {
+            return false;
+        }
+        let was = self.slots[index].state;
+        self.change(index, SlotEvent::Answer);
+        let posted = self.slots[index].command.take().expect("checked above");
+        let result = self.read_answer(index, &posted, status_own);
+        self.pool.give(&posted.input);
+        self.pool.give(&posted.output);
+        if was == SlotState::Posted {
+            self.count_answer(now, &posted, &result);
+            self.give_shares(posted.user, posted.opcode);
+            self.done.push_back(Completion { id: posted.id, result, at: now });
+        } else {
+            self.stats.opcodes.entry(posted.opcode).or_default().late += 1;
+            let Posted { id, user, opcode, op_mod, .. } = posted;
+            self.late.push_back(LateCompletion { id, user, opcode, op_mod, result });
+        }
+        true
+    }
+
+    fn read_answer(
+        &self,
+        index: usize,
+        posted: &Posted,
+        status_own: u8,
+    ) -> Result<Output, CommandError> {
+        let opcode = posted.opcode;
+        let status = command::delivery_status(status_own);
+        if status != DeliveryStatus::OK {
+            return Err(CommandError::Delivery { opcode, status });
+        }
+        let offset = self.entry_offset(index);
+        let found = self.page.load8(offset + TOKEN_OFFSET);
+        if found != posted.token {
+            return Err(CommandError::Token { opcode, expected: posted.token, found });
+        }
+        let mut bytes = vec![0; posted.out_bytes].into_boxed_slice();
+        let (inline, rest) = bytes.split_at_mut(posted.out_bytes.min(INLINE_BYTES));
+        self.page.read(offset + OUT_INLINE_OFFSET, inline);
+        let header = OutHeader::read_from_prefix(inline);
+        let (header, _) = header.expect("an output is as long as its header");
+        if header.status() != CommandStatus::OK {
+            let (status, syndrome) = (header.status(), header.syndrome.get());
+            return Err(CommandError::Status { opcode, status, syndrome });
+        }
+        for (number, piece) in rest.chunks_mut(MAILBOX_DATA_BYTES).enumerate() {
+            self.pool.read_data(&posted.output, number, piece);
+        }
+        Ok(Output::new(opcode, bytes))
+    }
+
+    fn count_answer(
+        &mut self,
+        now: Instant,
+        posted: &Posted,
+        result: &Result<Output, CommandError>,
+    ) {
+        let stats = self.stats.opcodes.entry(posted.opcode).or_default();
+        let latency = now.since(posted.issued);
+        stats.in_flight -= 1;
+        stats.latency += latency;
+        stats.latency_max = stats.latency_max.max(latency);
+        match result {
+            Ok(_) => stats.succeeded += 1,
+            Err(CommandError::Delivery { status, .. }) => stats.last_delivery = Some(*status),
+            Err(CommandError::Status { status, syndrome, .. }) => {
+                stats.last_status = Some(*status);
+                stats.last_syndrome = *syndrome;
+            }
+            Err(_) => {}
+        }
+        stats.failed += u64::from(result.is_err());
+    }
+
+    /// The next command that has ended, in the order in which that was seen.
+    pub fn poll_done(&mut self) -> Option<Completion> {
+        self.done.pop_front()
+    }
+
+    /// The end of one command, if it has ended. Each is given out once.
+    pub fn take_done(&mut self, id: CommandId) -> Option<Completion> {
+        let index = self.done.iter().position(|completion| completion.id == id)?;
+        self.done.remove(index)
+    }
+
+    /// The next late answer.
+    pub fn poll_late(&mut self) -> Option<LateCompletion> {
+        self.late.pop_front()
+    }
+
+    /// When [`Self::on_timeout`] is to be called at the latest; `None` while nobody waits.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let posted = self.slots.iter().filter(|slot| slot.state == SlotState::Posted);
+        posted.filter_map(|slot| slot.command.as_ref()).map(|c| c.probe.min(c.deadline)).min()
+    }
+}

@@ -1,0 +1,156 @@
+//! What is asked of the firmware, and what comes back.
+
+use super::{CommandError, InputWriter};
+use martlet_mlx5_abi::Opcode;
+use martlet_mlx5_abi::message::OutHeader;
+use martlet_units::Instant;
+use std::fmt;
+use std::mem::size_of;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// A user of a device's command queue: the vDPA driver is one, whoever else drives something on
+/// the same function is another. Slots and permits are shared fairly among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct UserId(pub u8);
+
+/// A command that was issued. Never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CommandId(pub u64);
+
+/// An input that is written when its command is issued, straight into the mailboxes: a list of
+/// pages is never copied twice, and not at all while its command has to wait.
+pub trait Message: Send {
+    /// How long it is.
+    fn bytes(&self) -> usize;
+
+    /// Writes exactly [`Self::bytes`] bytes. May be called again, if its command has to be issued
+    /// again.
+    fn write(&self, to: &mut InputWriter<'_>);
+}
+
+/// The input of a command.
+pub enum Input {
+    /// A short one.
+    Bytes(Box<[u8]>),
+    /// One that is written as late as can be.
+    Lazy(Box<dyn Message>),
+}
+
+impl Input {
+    /// How long it is.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Input::Bytes(bytes) => bytes.len(),
+            Input::Lazy(message) => message.bytes(),
+        }
+    }
+}
+
+impl fmt::Debug for Input {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Input({} bytes)", self.bytes())
+    }
+}
+
+/// A command to be issued.
+#[derive(Debug)]
+pub struct Request {
+    /// What it asks for; for statistics, throttling and the choice of the slot. The input carries
+    /// it as well.
+    pub opcode: Opcode,
+    /// The input.
+    pub input: Input,
+    /// How long the output is.
+    pub out_bytes: usize,
+}
+
+impl Request {
+    /// A command whose input is a value, and whose output is at least as long as `O`.
+    pub fn new<O: Sized>(opcode: Opcode, input: &(impl IntoBytes + Immutable)) -> Request {
+        Request::with_output(opcode, input, size_of::<O>())
+    }
+
+    /// A command whose input is a value, with an output of `out_bytes`.
+    pub fn with_output(
+        opcode: Opcode,
+        input: &(impl IntoBytes + Immutable),
+        out_bytes: usize,
+    ) -> Request {
+        Request { opcode, input: Input::Bytes(input.as_bytes().into()), out_bytes }
+    }
+
+    /// A command whose input is written when it is issued.
+    pub fn lazy(opcode: Opcode, input: impl Message + 'static, out_bytes: usize) -> Request {
+        Request { opcode, input: Input::Lazy(Box::new(input)), out_bytes }
+    }
+}
+
+/// The output of a command that went well.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Output {
+    opcode: Opcode,
+    bytes: Box<[u8]>,
+}
+
+impl Output {
+    pub(crate) fn new(opcode: Opcode, bytes: Box<[u8]>) -> Output {
+        Output { opcode, bytes }
+    }
+
+    /// All of it, with the header.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Its begin as a value.
+    pub fn read<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<T, CommandError> {
+        T::read_from_prefix(&self.bytes)
+            .map(|(value, _)| value)
+            .map_err(|_| self.nonsense("length"))
+    }
+
+    /// The error for an output that says something impossible.
+    pub(crate) fn nonsense(&self, what: &'static str) -> CommandError {
+        CommandError::Nonsense { opcode: self.opcode, what }
+    }
+}
+
+impl fmt::Debug for Output {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Output({}, {} bytes)", self.opcode, self.bytes.len())
+    }
+}
+
+/// What came of a command.
+#[derive(Clone, Debug)]
+pub struct Completion {
+    /// Which.
+    pub id: CommandId,
+    /// How it went.
+    pub result: Result<Output, CommandError>,
+    /// When that was seen.
+    pub at: Instant,
+}
+
+/// The answer to a command that had been given up. Its user has an error already; what was made
+/// after all has to be dropped by somebody.
+#[derive(Clone, Debug)]
+pub struct LateCompletion {
+    /// Which.
+    pub id: CommandId,
+    /// Whose.
+    pub user: UserId,
+    /// What was asked for.
+    pub opcode: Opcode,
+    /// The type of the general object, or the other meanings of that field of the input's header.
+    pub op_mod: u16,
+    /// How it went.
+    pub result: Result<Output, CommandError>,
+}
+
+/// Bytes of the shortest message: a header, and what is padded to 16 bytes.
+pub(crate) const MESSAGE_BYTES_MIN: usize = size_of::<OutHeader>();
+
+/// Bytes of the longest message. The longest that is of use is a key for 1 GiB in pages of 4 KiB;
+/// longer ones are a bug.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 4 << 20;

@@ -1,0 +1,456 @@
+//! Tests of the command queue, and the stand-in for firmware that they use: it reads entries and
+//! mailboxes from the bus like the device, and answers when it is told to.
+
+use super::*;
+use martlet_device_io::{BusAddress, BusMemory};
+use martlet_mlx5_abi::command::{
+    CommandEntry, MAILBOX_BYTES, Mailbox, OWNED_BY_DEVICE, STATUS_OWN_OFFSET, status_own, xor8,
+};
+use martlet_mlx5_abi::init_segment::CommandQueueShape;
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
+use martlet_soft_bus::{Addressing, SoftBus};
+use martlet_units::Instant;
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::time::Duration;
+use zerocopy::{FromBytes, IntoBytes};
+
+pub(crate) const QUERY: Opcode = Opcode::QUERY_GENERAL_OBJECT;
+const MS: Duration = Duration::from_millis(1);
+const ME: UserId = UserId(1);
+const NOW: Instant = Instant(0);
+
+/// A MODIFY of 208 bytes, as for a virtqueue.
+pub(crate) fn modify(number: u32) -> Request {
+    let mut bytes = [0_u8; 208];
+    bytes[..2].copy_from_slice(&Opcode::MODIFY_GENERAL_OBJECT.0.to_be_bytes());
+    bytes[8..12].copy_from_slice(&number.to_be_bytes());
+    Request::with_output(Opcode::MODIFY_GENERAL_OBJECT, &bytes, 16)
+}
+
+/// The stand-in's good answer.
+pub(crate) fn output_of(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|n| if n < 8 { 0 } else { u8::try_from(n % 251).unwrap() }).collect()
+}
+
+pub(crate) struct Firmware {
+    bus: Arc<SoftBus>,
+    page: BusAddress,
+    owned: u32,
+    status: Option<(CommandStatus, u32)>,
+    delivery: Option<DeliveryStatus>,
+    spoil_token: bool,
+}
+
+impl Firmware {
+    pub(crate) fn new() -> (CommandQueue, Firmware) {
+        Firmware::with_mailboxes(1 << 20)
+    }
+
+    pub(crate) fn with_mailboxes(mailbox_bytes_max: usize) -> (CommandQueue, Firmware) {
+        let bus = SoftBus::new(Addressing::Iommu);
+        let shape = CommandQueueShape { log_entries: 5, log_stride: 6 };
+        let options = QueueOptions { mailbox_bytes_max };
+        let mut queue = CommandQueue::new(bus.clone(), shape, options).unwrap().unwrap();
+        queue.set_detection(Detection::Events);
+        let page = queue.page_at();
+        let firmware =
+            Firmware { bus, page, owned: 0, status: None, delivery: None, spoil_token: false };
+        (queue, firmware)
+    }
+
+    /// The doorbell: how many commands came with it.
+    pub(crate) fn ring(&mut self, queue: &mut CommandQueue) -> u32 {
+        let vector = queue.poll_doorbell().unwrap_or(0);
+        assert_eq!(self.owned & vector, 0, "a slot is not used twice");
+        self.owned |= vector;
+        for index in (0..32).filter(|index| vector >> index & 1 == 1) {
+            self.check(index);
+        }
+        vector.count_ones()
+    }
+
+    fn entry_at(&self, index: u32) -> BusAddress {
+        BusAddress(self.page.0 + u64::from(index) * 64)
+    }
+
+    fn entry(&self, index: u32) -> CommandEntry {
+        let mut bytes = [0; 64];
+        self.bus.read(self.entry_at(index), &mut bytes).unwrap();
+        CommandEntry::read_from_bytes(&bytes).unwrap()
+    }
+
+    /// The mailboxes of a chain, checked.
+    fn chain(&self, first: u64, message_bytes: u32, token: u8) -> Vec<(u64, Mailbox)> {
+        let mut mailboxes = Vec::new();
+        let mut at = first;
+        let count = martlet_mlx5_abi::command::mailboxes_for(message_bytes as usize);
+        while at != 0 {
+            let mut bytes = [0; MAILBOX_BYTES];
+            self.bus.read(BusAddress(at), &mut bytes).unwrap();
+            let mailbox = Mailbox::read_from_bytes(&bytes).unwrap();
+            assert_eq!(mailbox.control.token, token);
+            assert_eq!(mailbox.control.block_number.get() as usize, mailboxes.len());
+            mailboxes.push((at, mailbox));
+            at = mailbox.control.next.get();
+            assert!(mailboxes.len() <= count);
+        }
+        assert_eq!(mailboxes.len(), count);
+        mailboxes
+    }
+
+    /// Checks everything that the device would check.
+    fn check(&self, index: u32) {
+        let entry = self.entry(index);
+        assert_eq!(entry.kind, 7);
+        assert_eq!(xor8(entry.as_bytes()), 0xff);
+        assert_eq!(entry.status_own, OWNED_BY_DEVICE);
+        assert_ne!(entry.token, 0);
+        self.chain(entry.in_pointer.get(), entry.in_length.get(), entry.token);
+        self.chain(entry.out_pointer.get(), entry.out_length.get(), entry.token);
+    }
+
+    pub(crate) fn input(&self, index: u32) -> Vec<u8> {
+        let entry = self.entry(index);
+        let mut bytes = entry.in_inline.to_vec();
+        for (_, mailbox) in self.chain(entry.in_pointer.get(), entry.in_length.get(), entry.token) {
+            bytes.extend(mailbox.data);
+        }
+        bytes.truncate(entry.in_length.get() as usize);
+        bytes
+    }
+
+    pub(crate) fn fail_next(&mut self, status: CommandStatus, syndrome: u32) {
+        self.status = Some((status, syndrome));
+    }
+
+    pub(crate) fn deliver_next(&mut self, status: DeliveryStatus) {
+        self.delivery = Some(status);
+    }
+
+    pub(crate) fn spoil_token(&mut self) {
+        self.spoil_token = true;
+    }
+
+    /// Answers the command in a slot; the vector for the event.
+    pub(crate) fn answer(&mut self, index: u32) -> u32 {
+        assert_eq!(self.owned >> index & 1, 1, "the device has this slot");
+        let entry = self.entry(index);
+        let mut output = output_of(entry.out_length.get() as usize);
+        if let Some((status, syndrome)) = self.status.take() {
+            output[0] = status.0;
+            output[4..8].copy_from_slice(&syndrome.to_be_bytes());
+        }
+        let at = self.entry_at(index).0;
+        let (inline, rest) = output.split_at(output.len().min(16));
+        self.bus.write(BusAddress(at + 0x20), inline).unwrap();
+        let chain = self.chain(entry.out_pointer.get(), entry.out_length.get(), entry.token);
+        for ((at, _), piece) in chain.iter().zip(rest.chunks(512)) {
+            self.bus.write(BusAddress(*at), piece).unwrap();
+        }
+        if std::mem::take(&mut self.spoil_token) {
+            self.bus.store8(BusAddress(at + 0x3c), entry.token ^ 0x80).unwrap();
+        }
+        let status = self.delivery.take().unwrap_or(DeliveryStatus::OK);
+        self.bus.store8(BusAddress(at + STATUS_OWN_OFFSET as u64), status_own(status)).unwrap();
+        self.owned &= !(1 << index);
+        1 << index
+    }
+
+    pub(crate) fn answer_all(&mut self) -> u32 {
+        let owned = self.owned;
+        (0..32).filter(|index| owned >> index & 1 == 1).fold(0, |v, index| v | self.answer(index))
+    }
+
+    /// Answers one of those that it has, or none.
+    pub(crate) fn answer_one_of(&mut self, pick: u32) -> u32 {
+        let owned: Vec<u32> = (0..32).filter(|index| self.owned >> index & 1 == 1).collect();
+        match owned.len() {
+            0 => 0,
+            count => self.answer(owned[pick as usize % count]),
+        }
+    }
+}
+
+fn submit(queue: &mut CommandQueue, request: &Request) -> CommandId {
+    queue.submit(NOW, ME, 5 * MS, request).unwrap()
+}
+
+#[test]
+fn slots_change_as_the_table_says() {
+    let mut table = String::new();
+    for state in SlotState::ALL {
+        for event in SlotEvent::ALL {
+            let next = state.next(event).map_or("-".to_owned(), |next| format!("{next:?}"));
+            table.push_str(&format!("{state:?} + {event:?} => {next}\n"));
+        }
+    }
+    insta::assert_snapshot!(table, @r"
+    Free + Issue => Posted
+    Free + Answer => -
+    Free + GiveUp => -
+    Posted + Issue => -
+    Posted + Answer => Free
+    Posted + GiveUp => Quarantined
+    Quarantined + Issue => -
+    Quarantined + Answer => Free
+    Quarantined + GiveUp => -
+    ");
+}
+
+#[test]
+fn a_shape_that_cannot_be_is_refused() {
+    let bus = SoftBus::new(Addressing::Iommu);
+    let options = QueueOptions { mailbox_bytes_max: 1 << 20 };
+    let mut fits = |log_entries, log_stride| {
+        let shape = CommandQueueShape { log_entries, log_stride };
+        CommandQueue::new(bus.clone(), shape, options).unwrap().is_some()
+    };
+    assert!(fits(5, 6));
+    assert!(fits(1, 11));
+    for (entries, stride) in [(0, 6), (6, 6), (5, 8), (15, 15), (5, 5)] {
+        assert!(!fits(entries, stride), "2^{entries} entries of 2^{stride} bytes");
+    }
+}
+
+#[test]
+fn slots_are_taken_lowest_first_and_one_doorbell_starts_many() {
+    let (mut queue, mut firmware) = Firmware::new();
+    assert_eq!((queue.ordinary_slots(), queue.throttle_permits()), (31, 16));
+    for number in 0..3 {
+        submit(&mut queue, &modify(number));
+    }
+    assert_eq!(firmware.ring(&mut queue), 3);
+    assert_eq!(firmware.owned, 0b111);
+    let vector = firmware.answer(1);
+    queue.on_completion(NOW, vector);
+    submit(&mut queue, &modify(3));
+    firmware.ring(&mut queue);
+    assert_eq!(firmware.input(1)[8..12], [0, 0, 0, 3]);
+    assert_eq!(queue.stats().doorbells, 2);
+}
+
+#[test]
+fn the_last_slot_is_for_pages() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let key = Request::with_output(Opcode::CREATE_MKEY, &[0_u8; 16], 16);
+    for _ in 0..31 {
+        submit(&mut queue, &key);
+    }
+    assert_eq!(queue.submit(NOW, ME, MS, &key), Err(SubmitError::Busy));
+    let pages = Request::with_output(Opcode::MANAGE_PAGES, &[0_u8; 24], 16);
+    submit(&mut queue, &pages);
+    assert_eq!(queue.submit(NOW, ME, MS, &pages), Err(SubmitError::Busy));
+    firmware.ring(&mut queue);
+    assert_eq!(firmware.owned, u32::MAX);
+    assert_eq!(queue.stats().of(Opcode::CREATE_MKEY).busy, 1);
+}
+
+#[test]
+fn throttled_commands_leave_slots_for_others() {
+    let (mut queue, _) = Firmware::new();
+    for number in 0..16 {
+        submit(&mut queue, &modify(number));
+    }
+    assert_eq!(queue.submit(NOW, ME, MS, &modify(16)), Err(SubmitError::Busy));
+    submit(&mut queue, &Request::with_output(Opcode::DESTROY_MKEY, &[0_u8; 16], 16));
+}
+
+#[test]
+fn long_messages_go_through_mailboxes_both_ways() {
+    let (mut queue, mut firmware) = Firmware::new();
+    for bytes in [8, 15, 16, 17, 527, 528, 529, 5000] {
+        let input: Vec<u8> = (0..bytes).map(|n: usize| n.to_le_bytes()[0]).collect();
+        let input = Input::Bytes(input.into());
+        let request = Request { opcode: QUERY, input, out_bytes: bytes };
+        let id = submit(&mut queue, &request);
+        firmware.ring(&mut queue);
+        let Input::Bytes(input) = request.input else { unreachable!() };
+        assert_eq!(firmware.input(0), input.to_vec());
+        let vector = firmware.answer_all();
+        queue.on_completion(NOW, vector);
+        let output = queue.take_done(id).unwrap().result.unwrap();
+        assert_eq!(output.bytes(), output_of(bytes));
+    }
+    assert_eq!(queue.stats().mailboxes_max, 20);
+}
+
+#[test]
+fn messages_of_no_possible_length_are_refused() {
+    let (mut queue, _) = Firmware::new();
+    for (in_bytes, out_bytes) in [(7, 16), (16, 7), (16, (4 << 20) + 1)] {
+        let input = Input::Bytes(vec![0; in_bytes].into());
+        let request = Request { opcode: QUERY, input, out_bytes };
+        let refused = SubmitError::BadLength { opcode: QUERY, in_bytes, out_bytes };
+        assert_eq!(queue.submit(NOW, ME, MS, &request), Err(refused));
+    }
+}
+
+#[test]
+fn delivery_and_status_are_told_apart() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let mut end = |queue: &mut CommandQueue, firmware: &mut Firmware| {
+        let id = submit(queue, &modify(0));
+        firmware.ring(queue);
+        let vector = firmware.answer_all();
+        queue.on_completion(NOW, vector);
+        queue.take_done(id).unwrap().result.unwrap_err()
+    };
+    let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+    firmware.deliver_next(DeliveryStatus::BLOCK_NUMBER);
+    let status = DeliveryStatus::BLOCK_NUMBER;
+    assert_eq!(end(&mut queue, &mut firmware), CommandError::Delivery { opcode, status });
+    firmware.fail_next(CommandStatus::BAD_RESOURCE_STATE, 0xabcd);
+    let (status, syndrome) = (CommandStatus::BAD_RESOURCE_STATE, 0xabcd);
+    let error = end(&mut queue, &mut firmware);
+    assert_eq!(error, CommandError::Status { opcode, status, syndrome });
+    assert!(!error.may_be_done());
+    firmware.spoil_token();
+    let error = end(&mut queue, &mut firmware);
+    assert!(matches!(error, CommandError::Token { .. }) && error.may_be_done());
+    let stats = queue.stats().of(opcode);
+    assert_eq!((stats.failed, stats.last_syndrome), (3, 0xabcd));
+    assert_eq!(stats.last_delivery, Some(DeliveryStatus::BLOCK_NUMBER));
+    assert_eq!(stats.last_status, Some(CommandStatus::BAD_RESOURCE_STATE));
+}
+
+#[test]
+fn an_event_alone_does_not_free_a_slot() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let id = submit(&mut queue, &modify(0));
+    firmware.ring(&mut queue);
+    queue.on_completion(NOW, u32::MAX);
+    assert!(queue.take_done(id).is_none());
+    assert_eq!(queue.stats().spurious, 32);
+    assert!(!queue.is_idle());
+}
+
+#[test]
+fn an_answer_whose_event_is_lost_is_found() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let id = submit(&mut queue, &modify(0));
+    firmware.ring(&mut queue);
+    firmware.answer_all();
+    let at = queue.poll_timeout().unwrap();
+    assert_eq!(at, NOW.after(5 * MS / 2), "half of the deadline");
+    queue.on_timeout(at);
+    assert!(queue.take_done(id).unwrap().result.is_ok());
+    assert_eq!(queue.stats().by_probe, 1);
+}
+
+#[test]
+fn a_late_answer_frees_the_slot_and_nothing_before_does() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let id = submit(&mut queue, &modify(0));
+    firmware.ring(&mut queue);
+    queue.on_timeout(queue.poll_timeout().unwrap());
+    let over = queue.poll_timeout().unwrap();
+    assert_eq!(over, NOW.after(5 * MS));
+    queue.on_timeout(over);
+    let error = queue.take_done(id).unwrap().result.unwrap_err();
+    assert!(matches!(error, CommandError::Timeout { waited, .. } if waited == 5 * MS));
+    // The slot stays the device's, its mailboxes too; the permit is free again.
+    let other = submit(&mut queue, &modify(1));
+    firmware.ring(&mut queue);
+    assert_eq!(firmware.owned, 0b11);
+    assert_eq!(queue.stats().quarantined, 1);
+    let used = queue.stats().mailboxes_max;
+    // The late answer.
+    let vector = firmware.answer(0);
+    queue.on_completion(over, vector);
+    assert!(queue.take_done(other).is_none(), "it is not taken for another's");
+    let late = queue.poll_late().unwrap();
+    assert_eq!((late.id, late.opcode), (id, Opcode::MODIFY_GENERAL_OBJECT));
+    assert!(late.result.is_ok());
+    assert_eq!(queue.stats().of(Opcode::MODIFY_GENERAL_OBJECT).late, 1);
+    submit(&mut queue, &modify(2));
+    firmware.ring(&mut queue);
+    assert_eq!(firmware.owned, 0b11, "the slot is used again");
+    assert_eq!(queue.stats().mailboxes_max, used);
+}
+
+#[test]
+fn without_an_event_queue_answers_are_looked_for() {
+    let (mut queue, mut firmware) = Firmware::new();
+    queue.set_detection(Detection::Polling);
+    let id = submit(&mut queue, &modify(0));
+    firmware.ring(&mut queue);
+    queue.on_poll(NOW);
+    assert!(queue.take_done(id).is_none());
+    firmware.answer_all();
+    queue.on_poll(NOW);
+    assert!(queue.take_done(id).unwrap().result.is_ok());
+}
+
+#[test]
+fn with_the_device_gone_everything_ends() {
+    let (mut queue, mut firmware) = Firmware::new();
+    let ids = [0, 1].map(|number| submit(&mut queue, &modify(number)));
+    firmware.ring(&mut queue);
+    firmware.answer(0);
+    queue.on_gone(NOW);
+    assert!(queue.take_done(ids[0]).unwrap().result.is_ok(), "this had been answered");
+    let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+    let gone = CommandError::Gone { opcode };
+    assert_eq!(queue.take_done(ids[1]).unwrap().result, Err(gone));
+    assert_eq!(queue.submit(NOW, ME, MS, &modify(2)), Err(SubmitError::Gone));
+    assert!(queue.poll_doorbell().is_none());
+}
+
+#[test]
+fn memory_goes_back_when_it_is_not_needed() {
+    let (mut queue, mut firmware) = Firmware::with_mailboxes(16 << 20);
+    let request = Request::with_output(Opcode::CREATE_MKEY, &[1_u8; 1 << 20], 16);
+    let id = submit(&mut queue, &request);
+    firmware.ring(&mut queue);
+    queue.trim();
+    let vector = firmware.answer_all();
+    queue.on_completion(NOW, vector);
+    assert!(queue.take_done(id).is_some());
+    let before = firmware.bus.entries();
+    queue.trim();
+    assert_eq!(before - firmware.bus.entries(), 31, "of 32 chunks one is kept");
+}
+
+proptest! {
+    /// A device that writes anything anywhere it may, and tells of anything: commands end, slots
+    /// that it owns are not used, nothing panics.
+    #[test]
+    fn a_hostile_device_is_borne(
+        steps in prop::collection::vec((any::<u8>(), any::<u32>(), any::<[u8; 16]>()), 1..120),
+    ) {
+        let (mut queue, mut firmware) = Firmware::new();
+        let mut time = 0;
+        for (step, number, bytes) in steps {
+            let now = Instant(time);
+            match step % 6 {
+                0 => {
+                    let _ = queue.submit(now, UserId(bytes[0] % 3), 5 * MS, &modify(number));
+                    // What the device has is not told apart here.
+                    firmware.owned = 0;
+                    queue.poll_doorbell();
+                }
+                1 => {
+                    let offset = u64::from(number % (4096 - 16));
+                    firmware.bus.write(BusAddress(firmware.page.0 + offset), &bytes).unwrap();
+                }
+                2 => {
+                    let entry = u64::from(number % 32) * 64 + STATUS_OWN_OFFSET as u64;
+                    firmware.bus.store8(BusAddress(firmware.page.0 + entry), bytes[0]).unwrap();
+                }
+                3 => queue.on_completion(now, number),
+                4 => queue.on_timeout(now),
+                _ => queue.on_poll(now),
+            }
+            while queue.poll_done().is_some() || queue.poll_late().is_some() {}
+            time += u64::from(number % 3_000_000);
+        }
+        // Everything ends in time.
+        for _ in 0..3 {
+            time += 10_000_000;
+            queue.on_timeout(Instant(time));
+        }
+        prop_assert!(queue.is_idle());
+        prop_assert!(queue.poll_timeout().is_none());
+    }
+}
