@@ -3,6 +3,7 @@
 use crate::MachineError;
 use crate::config::{Accel, SerialOut, Tracking};
 use crate::devices::Endpoint;
+use crate::devices::virtio::Devices;
 use crate::machine::{Machine, open_endpoint};
 use crate::phase::{Event, Phase};
 use crate::saved::{Description, SavedMachine};
@@ -11,6 +12,7 @@ use martlet_engine::{DestinationFactory, DestinationVmm, RunState, VmmError};
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
 use martlet_units::{Instant, PageRange};
+use martlet_vdpa::VdpaDevice;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -33,6 +35,7 @@ pub struct FactoryConfig {
 pub struct Factory {
     config: FactoryConfig,
     endpoint: Arc<Endpoint>,
+    devices: Devices,
     arrived: Arc<Arrived>,
 }
 
@@ -42,8 +45,18 @@ type Arrived = Mutex<Option<Arc<Machine>>>;
 impl Factory {
     /// Opens the serial port's endpoint; all attempts share it.
     pub fn new(config: FactoryConfig) -> Result<Factory, MachineError> {
+        Factory::with_devices(config, Vec::new())
+    }
+
+    /// As [`Factory::new`], with devices for the network cards of guests that arrive, in the order
+    /// of their cards. A guest may have fewer. One attempt after the other uses them: each leaves
+    /// them reset, and the guest that arrives keeps them.
+    pub fn with_devices(
+        config: FactoryConfig,
+        devices: Vec<Arc<dyn VdpaDevice>>,
+    ) -> Result<Factory, MachineError> {
         let endpoint = open_endpoint(&config.serial)?;
-        Ok(Factory { config, endpoint, arrived: Arc::default() })
+        Ok(Factory { config, endpoint, devices: Devices::new(devices), arrived: Arc::default() })
     }
 
     /// The machine whose guest was started or left paused here.
@@ -77,7 +90,9 @@ impl DestinationFactory for Factory {
             .map_err(|why| failed("read the machine's description", why))?;
         self.check(&description, layout).map_err(|why| failed(ACTION, why))?;
         let endpoint = Arc::clone(&self.endpoint);
-        let machine = Machine::waiting(&description, self.config.tracking, endpoint)
+        let lease = self.devices.lend();
+        let lease = lease.ok_or_else(|| failed(ACTION, "another guest has the network devices"))?;
+        let machine = Machine::waiting(&description, self.config.tracking, endpoint, lease)
             .map_err(|error| failed(ACTION, error.to_string()))?;
         let arrived = Arc::clone(&self.arrived);
         Ok(Arc::new(Incoming { machine: Arc::new(machine), arrived }))
@@ -112,10 +127,12 @@ impl DestinationVmm for Incoming {
         // The rest is loaded while the vCPUs load theirs; they are waited for in any case.
         let vm = machine.vm.load(&saved.vm).map_err(|error| failed(ACTION, error.to_string()));
         let serial = machine.bus.load_serial(&saved.serial).map_err(|why| failed(ACTION, why));
+        let nics = machine.nics.load(saved.nics.as_deref().unwrap_or_default());
+        let nics = nics.map_err(|why| failed(ACTION, why));
         let entered = machine.group.wait_loaded().map_err(|(number, error)| {
             failed(format!("load the state of vCPU {number}"), error.to_string())
         });
-        vm.and(serial).and(entered)
+        vm.and(serial).and(nics).and(entered)
     }
 
     fn arm(&self, limit: Duration) {
@@ -133,6 +150,10 @@ impl DestinationVmm for Incoming {
             control
                 .step("start it", Event::Start(state))
                 .expect("a guest starts once, where it was waited for");
+            machine.nics.unmute();
+            if state == RunState::Paused {
+                machine.nics.arrive_paused();
+            }
             machine.go_on(&mut control, permit, state);
         }
         // The guest runs; the rest is for those who look at it.
@@ -140,7 +161,15 @@ impl DestinationVmm for Incoming {
         *lock(&self.arrived) = Some(Arc::clone(&self.machine));
     }
 
+    fn resume_devices(&self) -> Result<(), VmmError> {
+        self.machine.nics.resume().map_err(|why| failed("resume the devices", why))
+    }
+
     fn first_heartbeat(&self) -> Option<Instant> {
         self.machine.first_heartbeat()
+    }
+
+    fn first_frames(&self) -> Vec<Option<Instant>> {
+        self.machine.nics.frame_times().map(|(first, _)| first).collect()
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::boot;
 use crate::config::{Accel, MachineConfig, Tracking};
-use crate::devices::{Bus, Endpoint, SavedSerial};
+use crate::devices::virtio::{Devices, Lease, Nics};
+use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
 use crate::kvm::{self, BuildOptions};
 use crate::memory::GuestMemory;
 use crate::phase::{Event, Phase};
@@ -16,6 +17,7 @@ use martlet_guest_program::{GuestCounters, read_counters};
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
 use martlet_units::{Gpa, Instant, PageCount, PageRange};
+use martlet_vdpa::{Counters, VdpaDevice};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -87,6 +89,7 @@ pub struct Machine {
     pub(crate) vm: Arc<dyn VmBackend>,
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) bus: Arc<Bus>,
+    pub(crate) nics: Arc<Nics>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) control: Mutex<Control>,
 }
@@ -116,7 +119,17 @@ impl Machine {
     /// Makes a machine with a new guest, which is paused at its first instruction:
     /// [`Machine::continue_by_owner`] starts it.
     pub fn new(config: &MachineConfig) -> Result<Arc<Machine>, MachineError> {
+        Machine::with_devices(config, Vec::new())
+    }
+
+    /// As [`Machine::new`], with a network card for each of these devices, at most 8. Nobody else
+    /// uses the devices while the machine lives; its end resets them.
+    pub fn with_devices(
+        config: &MachineConfig,
+        devices: Vec<Arc<dyn VdpaDevice>>,
+    ) -> Result<Arc<Machine>, MachineError> {
         config.validate()?;
+        let lease = Devices::new(devices).lend().expect("nobody else has them");
         let endpoint = open_endpoint(&config.serial)?;
         let parts = Parts {
             accel: config.accel,
@@ -126,13 +139,14 @@ impl Machine {
             description: None,
         };
         let (memory, built) = build(&parts)?;
-        let starts = boot::prepare(config, &memory, &*built.vm)?;
+        let nics = Nics::new(lease, &memory)?;
+        let starts = boot::prepare(config, &memory, &*built.vm, &nics.places())?;
         // What was written before the guest ran is not news.
         memory.forget_written();
         let prepare = move |number: usize, vcpu: &mut dyn crate::vcpu::backend::VcpuBackend| {
             starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))
         };
-        let machine = Machine::assemble(memory, built, Arc::clone(&endpoint), prepare)?;
+        let machine = Machine::assemble(memory, built, nics, Arc::clone(&endpoint), prepare)?;
         {
             let mut control = lock(&machine.control);
             control.permit = Some(RunPermit::for_new_guest());
@@ -147,6 +161,7 @@ impl Machine {
         description: &Description,
         tracking: Tracking,
         endpoint: Arc<Endpoint>,
+        devices: Lease,
     ) -> Result<Machine, MachineError> {
         let parts = Parts {
             accel: description.accel,
@@ -156,12 +171,14 @@ impl Machine {
             description: Some(&description.backend),
         };
         let (memory, built) = build(&parts)?;
-        Machine::assemble(memory, built, endpoint, |_, vcpu| vcpu.warm_up())
+        let nics = Nics::waiting(devices, &memory, &description.nics)?;
+        Machine::assemble(memory, built, nics, endpoint, |_, vcpu| vcpu.warm_up())
     }
 
     fn assemble(
         memory: Arc<GuestMemory>,
         built: Built,
+        nics: Nics,
         endpoint: Arc<Endpoint>,
         prepare: impl Fn(usize, &mut dyn crate::vcpu::backend::VcpuBackend) -> Result<(), BackendError>
         + Send
@@ -171,14 +188,18 @@ impl Machine {
         let bus = Arc::new(Bus::new(Arc::clone(&endpoint)));
         let vm = built.vm;
         let irqs = Arc::downgrade(&vm);
-        bus.connect(Arc::new(move |line| {
+        let pulse: PulseIrq = Arc::new(move |line| {
             if let Some(vm) = irqs.upgrade() {
                 vm.pulse_irq(line);
             }
-        }));
+        });
+        let nics = Arc::new(nics);
+        nics.connect(&pulse);
+        bus.connect(pulse);
+        bus.plug(Arc::clone(&nics));
         let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
         let control = Control { phase: Phase::Waiting, permit: None, is_saving: false };
-        Ok(Machine { group, vm, memory, bus, endpoint, control: Mutex::new(control) })
+        Ok(Machine { group, vm, memory, bus, nics, endpoint, control: Mutex::new(control) })
     }
 
     /// How the guest stands.
@@ -204,11 +225,13 @@ impl Machine {
         }
     }
 
-    /// Pauses the guest until it is continued; returns when no vCPU runs. Allowed during a
-    /// migration's rounds: the guest then arrives paused. Paused already is fine.
+    /// Pauses the guest until it is continued; returns when no vCPU runs and no device that can be
+    /// suspended moves frames. Allowed during a migration's rounds: the guest then arrives paused.
+    /// Paused already is fine.
     pub fn pause_by_owner(&self) -> Result<(), OwnerError> {
         let mut control = self.owner("pause it")?;
         if control.step("pause it", Event::Pause)? == Phase::Here(Running) {
+            self.nics.set_paused(true);
             self.group.begin_leave();
             control.permit = self.group.wait_out();
         }
@@ -221,6 +244,7 @@ impl Machine {
         if control.step("continue it", Event::Continue)? == Phase::Here(Paused) {
             let permit = control.permit.take().expect("a paused guest's permit is here");
             self.group.run(permit);
+            self.nics.set_paused(false);
         }
         Ok(())
     }
@@ -233,6 +257,7 @@ impl Machine {
         control.step("quit", Event::Quit).expect("quitting is always possible");
         control.permit = None;
         self.group.end();
+        self.nics.shut_down();
         self.endpoint.detach();
     }
 
@@ -256,6 +281,11 @@ impl Machine {
         self.endpoint.dropped()
     }
 
+    /// What the device behind each network card has done.
+    pub fn device_counters(&self) -> Vec<Counters> {
+        self.nics.counters()
+    }
+
     /// Its memory.
     pub fn guest_ram(&self) -> &Arc<GuestRam> {
         self.memory.ram()
@@ -276,6 +306,7 @@ impl Machine {
             vcpus: info.vcpus,
             memory: self.memory.ram().layout(),
             backend: self.vm.description(),
+            nics: self.nics.kinds(),
         }
     }
 
@@ -287,15 +318,22 @@ impl Machine {
         }
     }
 
-    /// Collects what the vCPUs saved and adds the rest.
-    pub(crate) fn collect(&self, control: &mut Control) -> Result<SavedMachine, String> {
+    /// Collects what the vCPUs saved and adds the rest. In a rehearsal devices go on meanwhile.
+    pub(crate) fn collect(
+        &self,
+        control: &mut Control,
+        is_rehearsal: bool,
+    ) -> Result<SavedMachine, String> {
         // The VM's part is read while the vCPUs still save theirs.
         let vm = self.vm.save().map_err(|error| error.to_string());
+        let nics = self.nics.save(is_rehearsal);
         control.is_saving = false;
         let vcpus = self.group.wait_saved();
         let vcpus = vcpus.map_err(|(number, error)| format!("vCPU {number}: {error}"))?;
         let serial: SavedSerial = self.bus.save_serial();
-        Ok(SavedMachine { vcpus: vcpus.into_iter().map(Into::into).collect(), vm: vm?, serial })
+        let nics = Some(nics?).filter(|nics| !nics.is_empty());
+        let vcpus = vcpus.into_iter().map(Into::into).collect();
+        Ok(SavedMachine { vcpus, vm: vm?, serial, nics })
     }
 
     /// Waits for saves that nobody wants, so that the next order finds all vCPUs idle.

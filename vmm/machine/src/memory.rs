@@ -1,10 +1,13 @@
 //! The VMM's own access to guest memory.
 #![allow(unsafe_code)]
 // UNSAFETY: guest memory is a raw pointer, because the guest may write it at any moment; the two
-// copies in here are bounded by the region that the pointer came from.
+// copies in here, and what devices are given, are bounded by the region that the pointer came from.
 
+use martlet_bitmap::WORD_BITS;
 use martlet_ram::{GuestRam, RamBitmap};
-use martlet_units::{Gpa, PAGE_SIZE};
+use martlet_units::{Gfn, Gpa, PAGE_SIZE};
+use martlet_vdpa::{Access, HostMemory, Iova, MapRun};
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -64,14 +67,54 @@ impl GuestMemory {
         true
     }
 
+    /// The map of a device that reaches all guest memory by the guest's own addresses.
+    pub(crate) fn device_map(&self) -> Vec<MapRun> {
+        let run = |region: &martlet_ram::RamRegion| {
+            let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&self.ram) as _;
+            let address = region.host_ptr(0).expose_provenance() as u64;
+            // SAFETY: the region's mapping has this length, and its memory is the owner's.
+            let memory = unsafe { HostMemory::new(address, region.len_bytes(), owner) };
+            let iova = Iova(region.range().start().0 * PAGE_SIZE);
+            MapRun { iova, memory, access: Access::ReadWrite }
+        };
+        self.ram.regions().iter().map(run).collect()
+    }
+
+    /// Remembers that pages were written by somebody else: bit `b` of `word` is page `first + b`.
+    pub(crate) fn mark_written(&self, first: u64, word: u64) {
+        self.mark(&self.written, first, word);
+        self.has_written.store(true, Ordering::Release);
+    }
+
+    /// Sets the bits of a word in the bitmaps of the regions that the pages are in.
+    pub(crate) fn mark(&self, into: &RamBitmap, first: u64, word: u64) {
+        let find = |page| self.ram.find(Gfn(page));
+        let whole = (find(first), find(first.saturating_add(WORD_BITS - 1)));
+        if let (Some((region, page)), Some((last, _))) = whole
+            && region == last
+            && page.is_multiple_of(WORD_BITS)
+            && let Ok(place) = usize::try_from(page / WORD_BITS)
+        {
+            into.region(region).or_word(place, word);
+            return;
+        }
+        for bit in (0..WORD_BITS).filter(|bit| word >> bit & 1 == 1) {
+            if let Some((region, page)) = find(first.saturating_add(bit)) {
+                into.region(region).set(page);
+            }
+        }
+    }
+
     /// Adds the pages that were written since the last call, or since `forget_written`.
     pub(crate) fn take_written(&self, into: &RamBitmap) {
         if !self.has_written.swap(false, Ordering::AcqRel) {
             return;
         }
         for (region, bitmap) in self.written.iter() {
-            for word in 0..bitmap.word_count() {
+            let mut from = 0;
+            while let Some(word) = bitmap.next_nonzero_word(from) {
                 into.region(region).or_word(word, bitmap.take_word(word));
+                from = word + 1;
             }
         }
     }

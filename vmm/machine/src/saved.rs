@@ -2,6 +2,7 @@
 //! number; a new field is an `Option`.
 
 use crate::devices::SavedSerial;
+use crate::devices::virtio::{NICS_MAX, NicKind, SavedNic};
 use crate::{Accel, VCPUS_MAX};
 use martlet_ram::REGIONS_MAX;
 use martlet_units::{Gfn, PageCount, PageRange};
@@ -10,6 +11,8 @@ use minicbor::{Decode, Encode};
 
 /// Names the format, so that another VMM's description is refused by name.
 const FORMAT: &str = "martlet-machine";
+/// The same for a machine with network cards: one who does not know them must not build it without.
+const FORMAT_WITH_NICS: &str = "martlet-machine with virtio-net";
 
 /// What a destination must build.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -26,6 +29,9 @@ pub(crate) struct SavedDescription {
     /// The backend's own part.
     #[cbor(n(4), with = "minicbor::bytes")]
     backend: Vec<u8>,
+    /// Network cards, if there are any.
+    #[n(5)]
+    nics: Option<Vec<NicKind>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -52,13 +58,14 @@ pub(crate) struct Description {
     pub(crate) vcpus: u16,
     pub(crate) memory: Vec<PageRange>,
     pub(crate) backend: Vec<u8>,
+    pub(crate) nics: Vec<NicKind>,
 }
 
 impl Description {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let memory = self.memory.iter();
         let saved = SavedDescription {
-            format: FORMAT.to_owned(),
+            format: if self.nics.is_empty() { FORMAT } else { FORMAT_WITH_NICS }.to_owned(),
             accel: match self.accel {
                 Accel::Kvm => SavedAccel::Kvm,
                 Accel::Threads => SavedAccel::Threads,
@@ -66,6 +73,7 @@ impl Description {
             vcpus: self.vcpus,
             memory: memory.map(|r| SavedRange { start: r.start().0, pages: r.pages().0 }).collect(),
             backend: self.backend.clone(),
+            nics: Some(self.nics.clone()).filter(|nics| !nics.is_empty()),
         };
         minicbor::to_vec(&saved).expect("a vector takes everything")
     }
@@ -73,7 +81,7 @@ impl Description {
     /// Reads a peer's bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Description, String> {
         let saved: SavedDescription = minicbor::decode(bytes).map_err(|error| error.to_string())?;
-        if saved.format != FORMAT {
+        if saved.format != FORMAT && saved.format != FORMAT_WITH_NICS {
             return Err(format!("a machine of another kind ({:?})", limited(&saved.format)));
         }
         if saved.vcpus == 0 || saved.vcpus > VCPUS_MAX {
@@ -81,6 +89,10 @@ impl Description {
         }
         if saved.memory.len() > REGIONS_MAX {
             return Err(format!("{} memory regions", saved.memory.len()));
+        }
+        let nics = saved.nics.unwrap_or_default();
+        if nics.len() > NICS_MAX {
+            return Err(format!("{} network cards, this machine has up to {NICS_MAX}", nics.len()));
         }
         let range = |range: &SavedRange| {
             PageRange::try_new(Gfn(range.start), PageCount(range.pages))
@@ -94,6 +106,7 @@ impl Description {
             vcpus: saved.vcpus,
             memory: saved.memory.iter().map(range).collect::<Result<_, _>>()?,
             backend: saved.backend,
+            nics,
         })
     }
 }
@@ -115,6 +128,9 @@ pub(crate) struct SavedMachine {
     pub(crate) vm: Vec<u8>,
     #[n(2)]
     pub(crate) serial: SavedSerial,
+    /// Network cards, if there are any.
+    #[n(3)]
+    pub(crate) nics: Option<Vec<SavedNic>>,
 }
 
 impl SavedMachine {
@@ -144,12 +160,43 @@ mod tests {
             vcpus: 2,
             memory: vec![PageRange::try_new(Gfn(0), PageCount(4096)).unwrap()],
             backend: vec![1, 2, 3],
+            nics: Vec::new(),
         }
+    }
+
+    fn with_nics() -> Description {
+        let nic = NicKind {
+            features: 1 << 32 | 1 << 5,
+            queues: 32,
+            queue_size_max: 256,
+            mac: Some([2, 0, 0, 0, 0, 1]),
+        };
+        Description { nics: vec![nic.clone(), NicKind { mac: None, ..nic }], ..description() }
     }
 
     #[test]
     fn a_description_survives_the_way() {
         assert_eq!(Description::decode(&description().encode()), Ok(description()));
+        assert_eq!(Description::decode(&with_nics().encode()), Ok(with_nics()));
+    }
+
+    /// What martlet wrote before there were network cards, byte for byte: a machine without them
+    /// is still written and read so.
+    #[test]
+    fn machines_without_cards_are_as_ever() {
+        let before: &[u8] = b"\xa5\x00\x6fmartlet-machine\x01\x00\x02\x02\x03\x81\x82\x00\x19\
+            \x10\x00\x04\x43\x01\x02\x03";
+        assert_eq!(description().encode(), before);
+        assert_eq!(Description::decode(before), Ok(description()));
+        // One who knows that name only refuses a machine with cards by its name.
+        assert!(with_nics().encode().windows(8).any(|bytes| bytes == b"with vir"));
+    }
+
+    #[test]
+    fn too_many_cards_are_refused() {
+        let mut many = with_nics();
+        many.nics = vec![many.nics[0].clone(); NICS_MAX + 1];
+        assert!(Description::decode(&many.encode()).is_err());
     }
 
     #[test]
@@ -183,7 +230,7 @@ mod tests {
             memory: Vec<SavedRange>,
             #[cbor(n(4), with = "minicbor::bytes")]
             backend: Vec<u8>,
-            #[n(5)]
+            #[n(99)]
             colour: Vec<&'static str>,
         }
         let newer = Newer {

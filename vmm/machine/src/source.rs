@@ -1,10 +1,12 @@
 //! A machine whose guest can be moved away.
 
 use crate::clock;
+use crate::dirty::WithDevices;
 use crate::machine::Machine;
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
-use martlet_engine::{GuestCheck, Paused, Rehearsal, RunState, SourceVmm, VmmError};
+use martlet_engine::{FrameCheck, GuestCheck, Paused, Rehearsal, RunState, SourceVmm, VmmError};
+use martlet_guest_program::NicCounters;
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::Instant;
@@ -24,7 +26,15 @@ impl SourceVmm for Machine {
     }
 
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
-        self.vm.track()
+        if self.nics.is_empty() {
+            return self.vm.track();
+        }
+        self.nics.check_movable().map_err(|why| TrackError {
+            operation: "finding what devices write".into(),
+            source: std::io::Error::other(why),
+        })?;
+        let tracker = WithDevices::start(&self.nics, &self.memory, || self.vm.track())?;
+        Ok(Box::new(tracker))
     }
 
     fn rehearse(&self) -> Result<Rehearsal, VmmError> {
@@ -37,7 +47,7 @@ impl SourceVmm for Machine {
         let pause = self.group.begin_rehearsal();
         let begin = clock::now();
         control.is_saving = true;
-        let state = self.collect(&mut control).map_err(|reason| failed(ACTION, reason))?;
+        let state = self.collect(&mut control, true).map_err(|reason| failed(ACTION, reason))?;
         let save = clock::now().since(begin);
         Ok(Rehearsal { pause, save, state: state.encode() })
     }
@@ -46,6 +56,14 @@ impl SourceVmm for Machine {
         if let Err(error) = self.group.set_throttle(percent) {
             tracing::warn!(%error, percent, "the guest could not be throttled");
         }
+    }
+
+    fn begin_suspend(&self) {
+        self.nics.begin_suspend();
+    }
+
+    fn wait_suspended(&self) -> Result<(), VmmError> {
+        self.nics.wait_suspended().map_err(|why| failed("suspend the devices", why))
     }
 
     fn begin_pause(&self) {
@@ -60,6 +78,7 @@ impl SourceVmm for Machine {
         const ACTION: &str = "stop the guest";
         let mut control = lock(&self.control);
         let Phase::Stopping(was) = control.phase else {
+            self.resume_devices();
             return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
         };
         let from_vcpus = self.group.wait_out();
@@ -69,6 +88,7 @@ impl SourceVmm for Machine {
             self.forget_saves(&mut control);
             control.step("go on", Event::CannotLeave).expect("it was stopping");
             self.go_on(&mut control, permit, was);
+            self.resume_devices();
             return Err(error);
         }
         control.step("stop it", Event::AllOut).expect("it was stopping");
@@ -81,7 +101,7 @@ impl SourceVmm for Machine {
         if !matches!(control.phase, Phase::Switchover(_)) || !control.is_saving {
             return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
         }
-        let state = self.collect(&mut control).map_err(|reason| failed(ACTION, reason))?;
+        let state = self.collect(&mut control, false).map_err(|reason| failed(ACTION, reason))?;
         Ok(state.encode())
     }
 
@@ -89,7 +109,12 @@ impl SourceVmm for Machine {
         let mut control = lock(&self.control);
         self.forget_saves(&mut control);
         match control.step("resume it", Event::Resume(state)) {
-            Ok(_) => self.go_on(&mut control, permit, state),
+            Ok(_) => {
+                self.go_on(&mut control, permit, state);
+                // The vCPUs run; whoever asks for the status does not wait for the devices.
+                drop(control);
+                self.resume_devices();
+            }
             // The machine was quit meanwhile; the permit ends here.
             Err(error) => tracing::warn!(%error, "resumed too late"),
         }
@@ -102,6 +127,7 @@ impl SourceVmm for Machine {
             Ok(_) => {
                 self.endpoint.detach();
                 self.group.end();
+                self.nics.shut_down();
             }
             Err(error) => tracing::warn!(%error, "moved away out of order"),
         }
@@ -111,17 +137,39 @@ impl SourceVmm for Machine {
         Machine::last_heartbeat(self)
     }
 
+    fn last_frames(&self) -> Vec<Option<Instant>> {
+        self.nics.frame_times().map(|(_, last)| last).collect()
+    }
+
     fn guest_check(&self) -> Option<GuestCheck> {
         self.guest_counters().map(|counters| GuestCheck {
             verified_pages: counters.verified_pages,
             wrong_pages: counters.wrong_pages,
             heartbeats: counters.heartbeats,
-            frames: None,
+            frames: (counters.nic_count > 0).then(|| frame_check(&counters.nic_total())),
         })
     }
 }
 
+fn frame_check(nics: &NicCounters) -> FrameCheck {
+    FrameCheck {
+        sent: nics.sent,
+        received: nics.received,
+        lost: nics.lost,
+        repeated: nics.repeated,
+        damaged: nics.damaged,
+        index_wraps: nics.index_wraps,
+    }
+}
+
 impl Machine {
+    /// Ends a switchover for the devices: they go on unless the owner's pause keeps them.
+    fn resume_devices(&self) {
+        if let Err(error) = self.nics.resume() {
+            tracing::error!(%error, "a device does not work any more");
+        }
+    }
+
     /// A guest that has ended has no future elsewhere either.
     fn check_alive(&self, action: &str) -> Result<(), VmmError> {
         match self.group.ended_because() {

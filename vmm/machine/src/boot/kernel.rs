@@ -3,8 +3,10 @@
 use super::{bzimage, loader_memory, mptable, pvh, write};
 use crate::MachineError;
 use crate::config::KernelConfig;
+use crate::devices::virtio::Nics;
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::Start;
+use martlet_guest_program::NicPlace;
 use martlet_units::{Gpa, PAGE_SIZE};
 use std::fs::File;
 use std::io::{self, Read, Seek};
@@ -48,8 +50,9 @@ pub(super) fn prepare(
     config: &KernelConfig,
     vcpus: u16,
     memory: &GuestMemory,
+    nics: &[NicPlace],
 ) -> Result<Vec<Start>, MachineError> {
-    let cmdline = cmdline(&config.cmdline)?;
+    let cmdline = cmdline(&with_nics(&config.cmdline, nics))?;
     write(memory, CMDLINE, &cmdline, "the command line")?;
     mptable::install(memory, vcpus)?;
     let mut file = File::open(&config.kernel).map_err(file_error("kernel", &config.kernel))?;
@@ -68,6 +71,18 @@ pub(super) fn prepare(
     let mut starts = vec![first];
     starts.resize(usize::from(vcpus), Start::Parked);
     Ok(starts)
+}
+
+/// Tells a kernel of the network cards (Documentation/admin-guide/kernel-parameters.txt,
+/// `virtio_mmio.device=`), as there is no other table that could.
+fn with_nics(cmdline: &str, nics: &[NicPlace]) -> String {
+    let mut text = cmdline.to_owned();
+    for (card, nic) in nics.iter().enumerate() {
+        let Some(line) = Nics::line(card) else { continue };
+        let place = format!("virtio_mmio.device=4K@{:#x}:{line}", nic.registers.0);
+        text = if text.is_empty() { place } else { format!("{text} {place}") };
+    }
+    text
 }
 
 /// The command line with its zero.

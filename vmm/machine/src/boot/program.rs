@@ -4,7 +4,7 @@ use super::write;
 use crate::MachineError;
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::{Level3Tables, Start, VmBackend};
-use martlet_guest_program::{Plan, ProgramParams};
+use martlet_guest_program::{NicPlace, Plan, ProgramParams};
 
 pub(super) fn prepare(
     params: &ProgramParams,
@@ -12,8 +12,9 @@ pub(super) fn prepare(
     memory: &GuestMemory,
     vm: &dyn VmBackend,
     tables: Level3Tables,
+    nics: &[NicPlace],
 ) -> Result<Vec<Start>, MachineError> {
-    let plan = Plan::new(&memory.ram().layout(), vcpus, params, vm.tsc_khz())
+    let plan = Plan::with_nics(&memory.ram().layout(), vcpus, params, vm.tsc_khz(), nics)
         .map_err(|error| MachineError::Config { reason: error.to_string() })?;
     for (gpa, bytes) in plan.writes() {
         write(memory, gpa, bytes, "the built-in program")?;

@@ -64,16 +64,17 @@ pub(crate) fn tss() -> Vec<u8> {
     bytes
 }
 
-/// Writes tables for level 3 and maps all memory at its own address.
+/// Writes tables for level 3 and maps all memory at its own address, and devices below `mmio_end`.
 pub(crate) fn install(
     memory: &GuestMemory,
+    mmio_end: u64,
     has_gigabyte_pages: bool,
 ) -> Result<Level3Tables, MachineError> {
     let what = "descriptor tables";
     write(memory, Gpa(GDT), &level3_gdt(TSS), what)?;
     write(memory, Gpa(TSS), &tss(), what)?;
     let end = memory.ram().regions().last().map_or(0, |region| region.range().end().0 * PAGE_SIZE);
-    for (gpa, bytes) in identity(end, has_gigabyte_pages)? {
+    for (gpa, bytes) in identity(end.max(mmio_end), has_gigabyte_pages)? {
         write(memory, gpa, &bytes, "page tables")?;
     }
     Ok(Level3Tables { cr3: PML4, gdt: (GDT, LEVEL3_GDT_LIMIT), tss: (TSS, TSS_LIMIT) })

@@ -1,8 +1,9 @@
-//! Who answers at which port.
+//! Who answers at which port and at which address.
 
 use super::endpoint::Endpoint;
 use super::heartbeat::Heartbeat;
 use super::serial::{SavedSerial, SerialPort};
+use super::virtio::Nics;
 use crate::EndCause;
 use crate::vcpu::lock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -38,12 +39,13 @@ pub(crate) enum Effect {
 /// Raises an interrupt line's edge.
 pub(crate) type PulseIrq = Arc<dyn Fn(u32) + Send + Sync>;
 
-/// All ports of a machine. Shared by the vCPU threads; each device has a lock of its own.
+/// All ports of a machine, and what it has in memory besides RAM. Shared by the vCPU threads; each device has a lock of its own.
 pub(crate) struct Bus {
     serial: Mutex<SerialPort>,
     heartbeat: Heartbeat,
     wrong_page_reports: AtomicU32,
     pulse_irq: Arc<OnceLock<PulseIrq>>,
+    nics: OnceLock<Arc<Nics>>,
 }
 
 impl Bus {
@@ -55,6 +57,27 @@ impl Bus {
             heartbeat: Heartbeat::default(),
             wrong_page_reports: AtomicU32::new(0),
             pulse_irq,
+            nics: OnceLock::new(),
+        }
+    }
+
+    /// Puts the network cards into the guest's address space; before the guest runs, once.
+    pub(crate) fn plug(&self, nics: Arc<Nics>) {
+        assert!(self.nics.set(nics).is_ok(), "cards are plugged in once");
+    }
+
+    /// The guest reads `data` at an address that is no memory. What nobody claims reads as a bus
+    /// that floats.
+    pub(crate) fn read_memory(&self, gpa: u64, data: &mut [u8]) {
+        if !self.nics.get().is_some_and(|nics| nics.read(gpa, data)) {
+            data.fill(FLOATING);
+        }
+    }
+
+    /// The guest writes `data` to an address that is no memory.
+    pub(crate) fn write_memory(&self, gpa: u64, data: &[u8]) {
+        if let Some(nics) = self.nics.get() {
+            nics.write(gpa, data);
         }
     }
 

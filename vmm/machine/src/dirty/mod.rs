@@ -1,9 +1,11 @@
 //! Dirty tracking: which pages the guest wrote.
 
+mod devices;
 mod log;
 pub(crate) mod pagemap;
 mod ring;
 
+pub(crate) use devices::WithDevices;
 pub(crate) use log::KvmLog;
 pub(crate) use ring::{KvmRing, RING_ENTRIES, RingShare, Rings, open_rings};
 

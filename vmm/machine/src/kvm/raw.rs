@@ -307,13 +307,18 @@ impl RunArea {
         }
     }
 
-    /// After KVM_EXIT_MMIO: where the bytes go that the guest reads; `None` if it writes.
-    pub(crate) fn mmio_read(&mut self) -> Option<&mut [u8]> {
+    /// After KVM_EXIT_MMIO: what the guest does, and the bytes that it wrote or that it reads.
+    pub(crate) fn mmio(&mut self) -> MmioAccess<'_> {
         // SAFETY: inside the mapping; all bit patterns are valid numbers. The kernel touches it
         // only in KVM_RUN, which needs `&mut self` too.
         let mmio = unsafe { &mut (*self.run()).__bindgen_anon_1.mmio };
-        let bytes = (mmio.len as usize).min(mmio.data.len());
-        (mmio.is_write == 0).then(|| &mut mmio.data[..bytes])
+        let (gpa, bytes) = (mmio.phys_addr, (mmio.len as usize).min(mmio.data.len()));
+        let data = &mut mmio.data[..bytes];
+        if mmio.is_write == 0 {
+            MmioAccess::Read { gpa, data }
+        } else {
+            MmioAccess::Write { gpa, data }
+        }
     }
 
     /// After KVM_EXIT_INTERNAL_ERROR: its number.
@@ -336,6 +341,14 @@ impl RunArea {
         // SAFETY: inside the mapping; all bit patterns are valid numbers.
         unsafe { (&raw const (*self.run()).__bindgen_anon_1.system_event.type_).read_volatile() }
     }
+}
+
+/// An access to memory that is no RAM, at most 8 bytes of one.
+pub(crate) enum MmioAccess<'a> {
+    /// The bytes are to be filled before the vCPU runs again.
+    Read { gpa: u64, data: &'a mut [u8] },
+    /// The bytes were written.
+    Write { gpa: u64, data: &'a [u8] },
 }
 
 /// The dirty ring of one vCPU (Documentation/virt/kvm/api.rst, 8.29).

@@ -2,7 +2,7 @@
 
 use super::kick::KvmKicker;
 use super::msrs::MsrTable;
-use super::raw::{self, RunArea, XsaveSize};
+use super::raw::{self, MmioAccess, RunArea, XsaveSize};
 use super::saved::{SavedVcpu, decode, encode};
 use super::tsc::TscPlan;
 use super::warm::{self, BLOCK_BYTES, WarmVcpu};
@@ -123,9 +123,9 @@ impl KvmVcpu {
             KVM_EXIT_IO => self.port_exit(),
             KVM_EXIT_MMIO => {
                 self.is_io_pending = true;
-                match self.area.mmio_read() {
-                    Some(data) => Exit::MmioRead { data },
-                    None => Exit::MmioWrite,
+                match self.area.mmio() {
+                    MmioAccess::Read { gpa, data } => Exit::MmioRead { gpa, data },
+                    MmioAccess::Write { gpa, data } => Exit::MmioWrite { gpa, data },
                 }
             }
             KVM_EXIT_DIRTY_RING_FULL => {

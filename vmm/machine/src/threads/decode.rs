@@ -1,4 +1,5 @@
-//! The port instructions, all that a guest may do that a process may not.
+//! The port instructions, all that a guest may do that a process may not; and the two instructions
+//! by which the program accesses devices in memory.
 
 /// A port instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,13 +14,32 @@ pub(super) struct PortAccess {
     pub(super) length: u64,
 }
 
-/// Which way the data of a port instruction goes.
+/// Which way the data of an access goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
-    /// From the port.
+    /// From the port or the device.
     In,
-    /// To the port.
+    /// To the port or the device.
     Out,
+}
+
+/// An access to a device in memory: 32 bits between `eax` and the address in `rdx`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MemoryAccess {
+    /// Which way.
+    pub(super) direction: Direction,
+    /// Length of the instruction.
+    pub(super) length: u64,
+}
+
+/// Decodes the only two forms that the program uses (Intel SDM volume 2B, MOV; ModR/M byte 02 is
+/// `eax` and `[rdx]`). `None` for anything else.
+pub(super) fn decode_memory(bytes: &[u8]) -> Option<MemoryAccess> {
+    match bytes {
+        [0x8b, 0x02, ..] => Some(MemoryAccess { direction: Direction::In, length: 2 }),
+        [0x89, 0x02, ..] => Some(MemoryAccess { direction: Direction::Out, length: 2 }),
+        _ => None,
+    }
 }
 
 /// Most bytes of an instruction that are looked at.
@@ -77,6 +97,16 @@ mod tests {
         for (bytes, direction, immediate_port, size, length) in table {
             let expected = PortAccess { direction, immediate_port, size, length };
             assert_eq!(decode(bytes), Some(expected), "{bytes:x?}");
+        }
+    }
+
+    #[test]
+    fn two_forms_of_mov() {
+        let access = |direction| Some(MemoryAccess { direction, length: 2 });
+        assert_eq!(decode_memory(&[0x8b, 0x02, 0xc3]), access(Direction::In));
+        assert_eq!(decode_memory(&[0x89, 0x02]), access(Direction::Out));
+        for other in [&[][..], &[0x8b], &[0x8b, 0x03], &[0x8a, 0x02], &[0x48, 0x8b, 0x02]] {
+            assert_eq!(decode_memory(other), None, "{other:x?}");
         }
     }
 

@@ -2,10 +2,11 @@
 #![allow(unsafe_code)]
 // UNSAFETY: enters the guest, and reads its instructions.
 
-use super::decode::{BYTES_MAX, Direction, PortAccess, decode};
+use super::decode::{BYTES_MAX, Direction, PortAccess, decode, decode_memory};
 use super::frame::Register;
 use super::saved::SavedVcpu;
 use super::signals::{Left, Passage, kick_thread};
+use crate::devices::virtio::{MMIO_END, MMIO_START};
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
 use crate::vcpu::lock;
 use martlet_ram::GuestRam;
@@ -26,8 +27,16 @@ pub(super) struct ThreadVcpu {
     /// Host address of guest physical address 0.
     base: u64,
     /// A read that the caller answers, in `data`, before the guest goes on.
-    reading: Option<PortAccess>,
+    reading: Option<Reading>,
     data: [u8; 4],
+}
+
+/// A read that waits for its answer, which goes to `rax`.
+struct Reading {
+    /// Bytes: 1, 2 or 4.
+    size: u8,
+    /// Length of the instruction.
+    length: u64,
 }
 
 impl ThreadVcpu {
@@ -66,27 +75,33 @@ impl ThreadVcpu {
         left
     }
 
-    /// Puts what was read from a port where the instruction wants it.
+    /// Puts what was read from a port or a device where the instruction wants it.
     fn answer(&mut self) {
-        let Some(access) = self.reading.take() else { return };
+        let Some(reading) = self.reading.take() else { return };
         let value = u64::from(u32::from_le_bytes(self.data));
         let old = self.passage.register(Register::RAX);
-        let new = match access.size {
+        let new = match reading.size {
             1 => old & !0xff | value & 0xff,
             2 => old & !0xffff | value & 0xffff,
             // A 32-bit result clears the upper half (Intel SDM volume 1, 3.4.1.1).
             _ => value,
         };
         self.passage.set_register(Register::RAX, new);
-        self.skip(access);
+        self.skip(reading.length);
     }
 
-    fn skip(&mut self, access: PortAccess) {
+    fn skip(&mut self, length: u64) {
         let rip = self.passage.register(Register::RIP);
-        self.passage.set_register(Register::RIP, rip.wrapping_add(access.length));
+        self.passage.set_register(Register::RIP, rip.wrapping_add(length));
     }
 
     fn port_access(&self) -> Option<PortAccess> {
+        let (bytes, length) = self.instruction();
+        decode(bytes.get(..length)?)
+    }
+
+    /// The bytes at the instruction pointer, as far as they are guest memory.
+    fn instruction(&self) -> ([u8; BYTES_MAX], usize) {
         let rip = self.passage.register(Register::RIP);
         let mut bytes = [0; BYTES_MAX];
         let mut length = 0;
@@ -95,7 +110,29 @@ impl ThreadVcpu {
             *byte = value;
             length += 1;
         }
-        decode(&bytes[..length])
+        (bytes, length)
+    }
+
+    /// A device's registers that the guest accessed, if that is what the page fault was: nothing
+    /// is mapped there, and the program has two instructions for it.
+    fn memory_exit(&mut self, left: Left) -> Option<Exit<'_>> {
+        let gpa = left.address.checked_sub(self.base)?;
+        let is_there = (MMIO_START..MMIO_END).contains(&gpa)
+            && self.passage.register(Register::RDX) == left.address;
+        let (bytes, length) = self.instruction();
+        let access = decode_memory(bytes.get(..length)?).filter(|_| is_there)?;
+        match access.direction {
+            Direction::Out => {
+                self.data.copy_from_slice(&self.passage.register(Register::RAX).to_le_bytes()[..4]);
+                self.skip(access.length);
+                Some(Exit::MmioWrite { gpa, data: &self.data })
+            }
+            Direction::In => {
+                self.data = [0; 4];
+                self.reading = Some(Reading { size: 4, length: access.length });
+                Some(Exit::MmioRead { gpa, data: &mut self.data })
+            }
+        }
     }
 
     fn code_byte(&self, address: u64) -> Option<u8> {
@@ -111,8 +148,13 @@ impl ThreadVcpu {
         if left.by_kick() {
             return Exit::Interrupted;
         }
+        let is_fault = left.signal == libc::SIGSEGV;
         let access = match left.trap {
-            GENERAL_PROTECTION if left.signal == libc::SIGSEGV => self.port_access(),
+            GENERAL_PROTECTION if is_fault => self.port_access(),
+            PAGE_FAULT if is_fault => {
+                let ended = self.describe(left);
+                return self.memory_exit(left).unwrap_or(Exit::Ended(ended));
+            }
             _ => None,
         };
         let Some(access) = access else { return Exit::Ended(self.describe(left)) };
@@ -123,13 +165,13 @@ impl ThreadVcpu {
         match access.direction {
             Direction::Out => {
                 self.data.copy_from_slice(&self.passage.register(Register::RAX).to_le_bytes()[..4]);
-                self.skip(access);
+                self.skip(access.length);
                 let data = &self.data[..usize::from(access.size)];
                 Exit::Out { port, size: access.size, data }
             }
             Direction::In => {
                 self.data = [0; 4];
-                self.reading = Some(access);
+                self.reading = Some(Reading { size: access.size, length: access.length });
                 let data = &mut self.data[..usize::from(access.size)];
                 Exit::In { port, size: access.size, data }
             }

@@ -29,10 +29,10 @@ pub(crate) enum Exit<'a> {
     /// The guest reads from a port: the caller fills `data` (items as above) before the next call
     /// of any method of the backend.
     In { port: u16, size: u8, data: &'a mut [u8] },
-    /// The guest read memory that is no RAM; the caller fills `data`.
-    MmioRead { data: &'a mut [u8] },
-    /// The guest wrote memory that is no RAM. There is no device that would take it.
-    MmioWrite,
+    /// The guest reads memory that is no RAM; the caller fills `data` as for `In`.
+    MmioRead { gpa: u64, data: &'a mut [u8] },
+    /// The guest wrote memory that is no RAM.
+    MmioWrite { gpa: u64, data: &'a [u8] },
     /// A kick, or nothing of interest: the caller looks at its orders and runs again.
     Interrupted,
     /// The guest asked to be reset.

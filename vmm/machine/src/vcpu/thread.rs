@@ -165,12 +165,15 @@ fn serve(shared: &Shared, exit: Exit<'_>) -> Effect {
             shared.bus.read(port, size, data);
             Effect::None
         }
-        // Nothing is mapped outside memory: reads give what a floating bus gives.
-        Exit::MmioRead { data } => {
-            data.fill(0xff);
+        Exit::MmioRead { gpa, data } => {
+            shared.bus.read_memory(gpa, data);
             Effect::None
         }
-        Exit::MmioWrite | Exit::Interrupted => Effect::None,
+        Exit::MmioWrite { gpa, data } => {
+            shared.bus.write_memory(gpa, data);
+            Effect::None
+        }
+        Exit::Interrupted => Effect::None,
         Exit::Reset => Effect::End(EndCause::Reset),
         Exit::Shutdown => Effect::End(EndCause::Shutdown),
         Exit::Ended(reason) => Effect::End(EndCause::Crash(reason)),
