@@ -1,0 +1,306 @@
+//! Commands about keys, as the firmware wants them, and what it says.
+
+use crate::memory::translation::{KLM_BYTES, Klm, MTT_BYTES, Mtts};
+use martlet_mlx5_abi::memory::{
+    CreateMkeyIn, KLM_LIST_ALIGN, Klm as KlmEntry, MkeyContext, OCTWORD_BYTES, access_mode,
+};
+use martlet_mlx5_abi::message::{InHeader, ShortIn};
+use martlet_mlx5_abi::{Opcode, U16, U24, U32, U64};
+use martlet_vdpa::{Access, VdpaError};
+use zerocopy::{FromZeros, IntoBytes};
+
+/// What all keys of a device have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyContext {
+    /// User context of the commands; 0 is the function's own driver.
+    pub uid: u16,
+    /// Protection domain of the keys.
+    pub pd: u32,
+    /// The null key, which stands for holes (QUERY_SPECIAL_CONTEXTS).
+    pub null_key: u32,
+}
+
+/// What became of a command about keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeyAnswer {
+    /// Done.
+    Done {
+        /// CREATE_MKEY: the new key's number.
+        index: u32,
+    },
+    /// Surely not done: the firmware said no, or the command was never issued.
+    Refused {
+        /// What kind of no.
+        why: Refusal,
+        /// For people.
+        error: VdpaError,
+    },
+    /// Nobody knows whether it was done: no answer in time, one that can't be read, or the device
+    /// is gone.
+    Lost {
+        /// For people.
+        error: VdpaError,
+    },
+}
+
+/// Kinds of no.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The device has no room for another key (LIM_EXCEEDED, NO_RESOURCES).
+    NoRoom,
+    /// Later, perhaps (RESOURCE_BUSY, NOT_READY).
+    Busy,
+    /// No.
+    Final,
+}
+
+/// A command to issue. Its input is made piece by piece, where it is to lie: the input for 1 GiB
+/// in steps of 4 KiB has 2 MiB.
+#[derive(Debug)]
+pub struct KeyCommand {
+    tag: u64,
+    opcode: Opcode,
+    head: Vec<u8>,
+    list: List,
+}
+
+/// The translation list behind the head.
+#[derive(Debug)]
+enum List {
+    None,
+    Mtts(Mtts),
+    Klms(Vec<Klm>),
+}
+
+impl KeyCommand {
+    /// DESTROY_MKEY.
+    pub(crate) fn destroy(tag: u64, context: &KeyContext, index: u32) -> KeyCommand {
+        let mut input = ShortIn::new(Opcode::DESTROY_MKEY, 0, index);
+        input.header.uid = U16::new(context.uid);
+        let head = input.as_bytes().to_vec();
+        KeyCommand { tag, opcode: Opcode::DESTROY_MKEY, head, list: List::None }
+    }
+
+    /// CREATE_MKEY of a direct key: `bytes` bytes from address 0 on, for `access`, behind `mtts`.
+    pub(crate) fn direct(
+        tag: u64,
+        context: &KeyContext,
+        bytes: u64,
+        access: Access,
+        mtts: Mtts,
+    ) -> KeyCommand {
+        let allowed = match access {
+            Access::Read => MkeyContext::LOCAL_READ,
+            Access::Write => MkeyContext::LOCAL_WRITE,
+            Access::ReadWrite => MkeyContext::LOCAL_READ | MkeyContext::LOCAL_WRITE,
+        };
+        let mode = MkeyContext::mode_flags(access_mode::MTT);
+        let list = List::Mtts(mtts);
+        let mut input = create(context, mode | allowed, (0, bytes), &list);
+        if let List::Mtts(mtts) = &list {
+            input.context.log_page_size = U32::new(mtts.granule_shift());
+        }
+        KeyCommand { tag, opcode: Opcode::CREATE_MKEY, head: input.as_bytes().to_vec(), list }
+    }
+
+    /// CREATE_MKEY of an indirect key over `span`, its first address and its length. It allows
+    /// everything: each entry's own key decides.
+    pub(crate) fn indirect(
+        tag: u64,
+        context: &KeyContext,
+        span: (u64, u64),
+        klms: Vec<Klm>,
+    ) -> KeyCommand {
+        let allowed = MkeyContext::LOCAL_READ | MkeyContext::LOCAL_WRITE;
+        let mode = MkeyContext::mode_flags(access_mode::KLM);
+        let list = List::Klms(klms);
+        let input = create(context, mode | allowed, span, &list);
+        KeyCommand { tag, opcode: Opcode::CREATE_MKEY, head: input.as_bytes().to_vec(), list }
+    }
+
+    /// Length of a direct key's input, without making it.
+    pub(crate) fn direct_bytes(mtts: &Mtts) -> usize {
+        size_of::<CreateMkeyIn>() + mtts_bytes(mtts)
+    }
+
+    /// What its outcome is to be reported with.
+    pub fn tag(&self) -> u64 {
+        self.tag
+    }
+
+    /// CREATE_MKEY or DESTROY_MKEY.
+    pub fn opcode(&self) -> Opcode {
+        self.opcode
+    }
+
+    /// Length of its input. The output is 16 bytes long.
+    pub fn input_bytes(&self) -> usize {
+        self.head.len() + self.list.bytes()
+    }
+
+    /// Fills `into` with the input from `offset` on, zeros beyond its end. Costs as much as the
+    /// bytes asked for, wherever they are.
+    pub fn fill(&self, offset: usize, into: &mut [u8]) {
+        let head = self.head.get(offset..).unwrap_or(&[]);
+        let (begin, rest) = into.split_at_mut(head.len().min(into.len()));
+        begin.copy_from_slice(head.get(..begin.len()).unwrap_or(&[]));
+        self.list.fill((offset + begin.len()).saturating_sub(self.head.len()), rest);
+    }
+}
+
+/// The head of CREATE_MKEY for a list.
+fn create(context: &KeyContext, flags: u32, span: (u64, u64), list: &List) -> CreateMkeyIn {
+    let octwords = list.bytes() / OCTWORD_BYTES;
+    let octwords = U32::new(u32::try_from(octwords).expect("lists are limited far below"));
+    let mut input = CreateMkeyIn::new_zeroed();
+    input.header = InHeader::new(Opcode::CREATE_MKEY, 0);
+    input.header.uid = U16::new(context.uid);
+    input.context.flags = U32::new(flags);
+    input.context.qpn = U24::new(MkeyContext::ANY_QP);
+    input.context.length64_pd = U32::new(context.pd & U24::MAX);
+    input.context.start_addr = U64::new(span.0);
+    input.context.length = U64::new(span.1);
+    input.context.translations_octword_size = octwords;
+    input.translations_octword_actual_size = octwords;
+    input
+}
+
+/// Length of an MTT list: whole octwords.
+fn mtts_bytes(mtts: &Mtts) -> usize {
+    let count = usize::try_from(mtts.count()).expect("a direct key has up to 2^18 entries");
+    (count * MTT_BYTES).next_multiple_of(OCTWORD_BYTES)
+}
+
+impl List {
+    /// Its length, padded.
+    fn bytes(&self) -> usize {
+        match self {
+            List::None => 0,
+            List::Mtts(mtts) => mtts_bytes(mtts),
+            List::Klms(klms) => klms.len().next_multiple_of(KLM_LIST_ALIGN) * KLM_BYTES,
+        }
+    }
+
+    fn fill(&self, offset: usize, into: &mut [u8]) {
+        match self {
+            List::None => into.fill(0),
+            List::Mtts(mtts) => fill_entries(offset, into, |index| {
+                let index = u64::try_from(index).unwrap_or(u64::MAX);
+                mtts.entry(index).to_be_bytes()
+            }),
+            List::Klms(klms) => fill_entries(offset, into, |index| {
+                let mut entry = [0; KLM_BYTES];
+                if let Some(klm) = klms.get(index) {
+                    // Direct keys are zero-based: the piece begins at address 0 under its key.
+                    let (byte_count, mkey) = (U32::new(klm.bytes), U32::new(klm.key));
+                    let klm = KlmEntry { byte_count, mkey, address: U64::new(0) };
+                    entry.copy_from_slice(klm.as_bytes());
+                }
+                entry
+            }),
+        }
+    }
+}
+
+/// Fills `into` with a list of entries of `N` bytes, from its byte `offset` on.
+fn fill_entries<const N: usize>(offset: usize, into: &mut [u8], entry: impl Fn(usize) -> [u8; N]) {
+    let (mut index, mut skip) = (offset / N, offset % N);
+    let mut rest = into;
+    while !rest.is_empty() {
+        let bytes = (N - skip).min(rest.len());
+        let (now, later) = rest.split_at_mut(bytes);
+        now.copy_from_slice(&entry(index)[skip..skip + bytes]);
+        (rest, index, skip) = (later, index + 1, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_device_io::{BusAddress, BusRun};
+    use proptest::prelude::*;
+
+    const CONTEXT: KeyContext = KeyContext { uid: 0x1234, pd: 0x00ab_cdef, null_key: 0x500 };
+
+    fn input(command: &KeyCommand) -> Vec<u8> {
+        let mut bytes = vec![0xff; command.input_bytes()];
+        command.fill(0, &mut bytes);
+        bytes
+    }
+
+    fn at<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
+        bytes[offset..offset + N].try_into().unwrap()
+    }
+
+    /// Offsets and bits typed from the documents, not from the layouts that the code uses.
+    #[test]
+    fn a_direct_key_as_documented() {
+        let run = |at, bytes| BusRun { at: BusAddress(at), bytes };
+        let runs = [run(0x7_0000_2000, 0x4000), run(0x9_0000_0000, 0x2000)];
+        let mtts = Mtts::new(runs).unwrap();
+        let expected = KeyCommand::direct_bytes(&mtts);
+        let command = KeyCommand::direct(7, &CONTEXT, 0x6000, Access::Write, mtts);
+        let bytes = input(&command);
+        assert_eq!((bytes.len(), expected, command.tag()), (272 + 32, 272 + 32, 7));
+        assert_eq!(at(&bytes, 0), [0x02, 0x00, 0x12, 0x34, 0, 0, 0, 0]);
+        // Access mode MTT in bits 9:8, lw bit 11, no lr.
+        assert_eq!(at(&bytes, 0x10), (1_u32 << 8 | 1 << 11).to_be_bytes());
+        assert_eq!(at(&bytes, 0x14), [0xff, 0xff, 0xff, 0]);
+        assert_eq!(at(&bytes, 0x1c), [0, 0xab, 0xcd, 0xef]);
+        assert_eq!(at(&bytes, 0x20), [0; 8]);
+        assert_eq!(at(&bytes, 0x28), 0x6000_u64.to_be_bytes());
+        assert_eq!(at(&bytes, 0x44), 2_u32.to_be_bytes());
+        assert_eq!(at(&bytes, 0x48), 13_u32.to_be_bytes());
+        assert_eq!(at(&bytes, 0x60), 2_u32.to_be_bytes());
+        let list: Vec<u64> =
+            bytes[0x110..].chunks(8).map(|entry| u64::from_be_bytes(at(entry, 0))).collect();
+        assert_eq!(list, [0x7_0000_2000, 0x7_0000_4000, 0x9_0000_0000, 0]);
+    }
+
+    #[test]
+    fn an_indirect_key_as_documented() {
+        let klm = |bytes, key| Klm { bytes, key };
+        let list = vec![klm(0x4000_0000, 0x100), klm(0x1000, 0x500), klm(0x1000, 0x200)];
+        let list = [list, vec![klm(0x2000, 0x300), klm(0x1000, 0x400)]].concat();
+        let command = KeyCommand::indirect(1, &CONTEXT, (0x8000_0000, 0x4000_5000), list);
+        let bytes = input(&command);
+        assert_eq!(bytes.len(), 272 + 8 * 16);
+        // Access mode KLM, lw and lr.
+        assert_eq!(at(&bytes, 0x10), (2_u32 << 8 | 1 << 11 | 1 << 10).to_be_bytes());
+        assert_eq!(at(&bytes, 0x20), 0x8000_0000_u64.to_be_bytes());
+        assert_eq!(at(&bytes, 0x28), 0x4000_5000_u64.to_be_bytes());
+        assert_eq!(at(&bytes, 0x44), 8_u32.to_be_bytes());
+        assert_eq!(at(&bytes, 0x48), [0; 4]);
+        assert_eq!(at(&bytes, 0x60), 8_u32.to_be_bytes());
+        let first = [0x40, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(at(&bytes, 0x110), first);
+        let fifth = [0, 0, 0x10, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(at(&bytes, 0x150), fifth);
+        assert_eq!(at(&bytes, 0x160), [0; 48]);
+    }
+
+    #[test]
+    fn a_destruction_as_documented() {
+        let command = KeyCommand::destroy(1, &CONTEXT, 0x00fe_dcba);
+        let bytes = [0x02, 0x02, 0x12, 0x34, 0, 0, 0, 0, 0, 0xfe, 0xdc, 0xba, 0, 0, 0, 0];
+        assert_eq!(input(&command), bytes);
+    }
+
+    proptest! {
+        #[test]
+        fn an_input_is_the_same_in_any_pieces(
+            pages in 1_u64..300,
+            offset in 0_usize..3000,
+            bytes in 0_usize..600,
+        ) {
+            let runs = (0..pages).map(|page| BusRun { at: BusAddress(page << 20), bytes: 4096 });
+            let mtts = Mtts::new(runs).unwrap();
+            let command = KeyCommand::direct(1, &CONTEXT, pages << 12, Access::Read, mtts);
+            let mut whole = input(&command);
+            whole.resize(4000, 0);
+            let mut part = vec![0xff; bytes];
+            command.fill(offset, &mut part);
+            prop_assert_eq!(&part, &whole[offset..offset + bytes]);
+        }
+    }
+}

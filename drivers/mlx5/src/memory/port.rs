@@ -1,0 +1,241 @@
+//! Between the registry and a command queue.
+
+use crate::command::{
+    CommandError, CommandId, CommandQueue, Completion, InputWriter, LateCompletion, Message,
+    Output, Request, SubmitError, UserId,
+};
+use crate::memory::build::ACTION;
+use crate::memory::{KeyAnswer, KeyCommand, KeyContext, MemoryConfig, Refusal, Registry};
+use martlet_device_io::Dma;
+use martlet_mlx5_abi::CommandStatus;
+use martlet_mlx5_abi::memory::CreateMkeyOut;
+use martlet_units::Instant;
+use martlet_vdpa::VdpaError;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Most commands without an answer, of those that were given up, whose late answers are waited
+/// for. A device that has this many has no slot left.
+const LOST_MAX: usize = 64;
+
+/// How often the queue is asked again while it is busy with the commands of others, which may end
+/// without an event for us.
+const RETRY_EVERY: Duration = Duration::from_micros(50);
+
+/// What came of [`KeyPort::poll`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Issued {
+    /// A command is in the queue: ring the doorbell and call again. While the device reads a long
+    /// input, the next one is pinned and written.
+    One,
+    /// No command now: call again when something has ended or has been begun, and at
+    /// [`KeyPort::poll_timeout`].
+    Nothing,
+}
+
+/// A [`Registry`] at a [`CommandQueue`].
+///
+/// Who drives the queue calls [`poll`](KeyPort::poll) until it is not [`Issued::One`], whenever
+/// something was begun, has ended or is due; and gives late answers to
+/// [`on_late`](KeyPort::on_late).
+///
+/// ```text
+/// set_map   begin_set_map -> [ poll, doorbell | wait ]* -> poll_set_map
+///           -> queues get the key -> install -> while must_delete: [ ... ]*
+/// service   poll, doorbell; release_one, outside of a lock that set_map needs -> poll_timeout
+/// shutdown  install(None), drop all MapRefs -> begin_drain -> [ ... ]* -> poll_drained
+/// ```
+#[derive(Debug)]
+pub struct KeyPort {
+    registry: Registry,
+    user: UserId,
+    deadline: Duration,
+    /// A command that the queue has not taken yet.
+    waiting: Option<(u64, Request)>,
+    /// Since when it has not, with nothing of our own in the queue.
+    refused_since: Option<Instant>,
+    /// Tags of commands without an answer.
+    flying: BTreeMap<CommandId, u64>,
+    /// Tags of commands that were given up.
+    lost: BTreeMap<CommandId, u64>,
+}
+
+impl KeyPort {
+    /// A registry whose commands are `user`'s, and are given up after `deadline`.
+    pub fn new(
+        config: MemoryConfig,
+        context: KeyContext,
+        user: UserId,
+        deadline: Duration,
+    ) -> KeyPort {
+        let registry = Registry::new(config, context);
+        let (flying, lost) = (BTreeMap::new(), BTreeMap::new());
+        KeyPort { registry, user, deadline, waiting: None, refused_since: None, flying, lost }
+    }
+
+    /// The keys.
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// The keys. Commands and answers go through the port only.
+    pub fn registry_mut(&mut self) -> &mut Registry {
+        &mut self.registry
+    }
+
+    /// Takes what has ended, then puts the next command into the queue, if one has its turn and
+    /// the queue takes it. Pins the memory behind it and writes its input, and takes as long as
+    /// that.
+    pub fn poll(&mut self, now: Instant, queue: &mut CommandQueue, dma: &dyn Dma) -> Issued {
+        self.collect(queue);
+        loop {
+            let next = self.waiting.take();
+            let next = next.or_else(|| self.registry.poll_command(dma, now).map(request));
+            let Some((tag, request)) = next else { return Issued::Nothing };
+            match queue.submit(now, self.user, self.deadline, &request) {
+                Ok(id) => {
+                    self.refused_since = None;
+                    self.flying.insert(id, tag);
+                    return Issued::One;
+                }
+                Err(SubmitError::Busy | SubmitError::NoMailboxes { .. })
+                    if self.may_wait(now, queue) =>
+                {
+                    self.waiting = Some((tag, request));
+                    return Issued::Nothing;
+                }
+                Err(error) => {
+                    self.refused_since = None;
+                    let error = CommandError::NotIssued { opcode: request.opcode, because: error };
+                    self.registry.on_answer(tag, answer(&Err(error)), now);
+                }
+            }
+        }
+    }
+
+    /// Whether the queue may take a command yet: something in it will end, and has not been waited
+    /// for too long. Slots in quarantine may never come back.
+    fn may_wait(&mut self, now: Instant, queue: &CommandQueue) -> bool {
+        if !self.flying.is_empty() {
+            return true;
+        }
+        let since = *self.refused_since.get_or_insert(now);
+        !queue.is_idle() && now.since(since) < self.deadline
+    }
+
+    /// When to call [`KeyPort::poll`], or [`Registry::release_one`], even if nothing has happened.
+    pub fn poll_timeout(&mut self, now: Instant) -> Option<Instant> {
+        if self.waiting.is_some() {
+            return self.flying.is_empty().then(|| now.after(RETRY_EVERY));
+        }
+        self.registry.next_due(now)
+    }
+
+    fn collect(&mut self, queue: &mut CommandQueue) {
+        let flying = std::mem::take(&mut self.flying);
+        for (id, tag) in flying {
+            match queue.take_done(id) {
+                Some(completion) => self.ended(tag, &completion),
+                None => {
+                    self.flying.insert(id, tag);
+                }
+            }
+        }
+    }
+
+    fn ended(&mut self, tag: u64, completion: &Completion) {
+        let answer = answer(&completion.result);
+        if matches!(answer, KeyAnswer::Lost { .. }) {
+            self.lost.insert(completion.id, tag);
+            if self.lost.len() > LOST_MAX {
+                self.lost.pop_first();
+            }
+        }
+        self.registry.on_answer(tag, answer, completion.at);
+    }
+
+    /// Takes a late completion, if it is one of the port's; whether it was.
+    pub fn on_late(&mut self, late: &LateCompletion) -> bool {
+        let Some(tag) = self.lost.remove(&late.id) else { return false };
+        self.registry.on_late_answer(tag, &answer(&late.result));
+        true
+    }
+
+    /// Commands without an answer.
+    pub fn in_flight(&self) -> usize {
+        self.flying.len()
+    }
+}
+
+fn request(command: KeyCommand) -> (u64, Request) {
+    let (tag, opcode) = (command.tag(), command.opcode());
+    (tag, Request::lazy(opcode, command, size_of::<CreateMkeyOut>()))
+}
+
+/// What the outcome of a command means for its key. The number in the output of DESTROY_MKEY means
+/// nothing.
+fn answer(result: &Result<Output, CommandError>) -> KeyAnswer {
+    let index = match result {
+        Ok(output) => output.read::<CreateMkeyOut>().map(|output| output.mkey_index.get()),
+        Err(error) => Err(error.clone()),
+    };
+    let failed = &match index {
+        Ok(index) => return KeyAnswer::Done { index },
+        Err(error) => error,
+    };
+    let error = describe(failed);
+    if failed.may_be_done() {
+        return KeyAnswer::Lost { error };
+    }
+    let why = match failed {
+        CommandError::Status { status, .. } => match *status {
+            CommandStatus::LIMIT | CommandStatus::NO_RESOURCES => Refusal::NoRoom,
+            CommandStatus::RESOURCE_BUSY | CommandStatus::NOT_READY => Refusal::Busy,
+            _ => Refusal::Final,
+        },
+        // Slots come back with late answers.
+        CommandError::NotIssued {
+            because: SubmitError::Busy | SubmitError::NoMailboxes { .. },
+            ..
+        } => Refusal::Busy,
+        _ => Refusal::Final,
+    };
+    KeyAnswer::Refused { why, error }
+}
+
+fn describe(error: &CommandError) -> VdpaError {
+    let action = ACTION;
+    match error {
+        CommandError::Timeout { waited, .. } => {
+            let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+            VdpaError::Timeout { action, waited_ms }
+        }
+        CommandError::Gone { .. } | CommandError::NotIssued { because: SubmitError::Gone, .. } => {
+            VdpaError::Gone { action }
+        }
+        CommandError::NotIssued { because, .. } => {
+            VdpaError::Host { action, reason: format!("{error}: {because}") }
+        }
+        CommandError::Delivery { .. }
+        | CommandError::Status { .. }
+        | CommandError::Token { .. }
+        | CommandError::Nonsense { .. }
+        | CommandError::Skipped { .. } => VdpaError::Device { action, reason: error.to_string() },
+    }
+}
+
+impl Message for KeyCommand {
+    fn bytes(&self) -> usize {
+        self.input_bytes()
+    }
+
+    fn write(&self, to: &mut InputWriter<'_>) {
+        let mut block = [0; 512];
+        let bytes = self.input_bytes();
+        for offset in (0..bytes).step_by(block.len()) {
+            let part = &mut block[..(bytes - offset).min(512)];
+            self.fill(offset, part);
+            to.write(part);
+        }
+    }
+}
