@@ -134,6 +134,25 @@ impl GuestMemory {
     }
 }
 
+/// Fills `into` from memory that a device was given: for devices of tests.
+#[cfg(test)]
+pub(crate) fn copy_from(memory: &HostMemory, into: &mut [u8]) {
+    assert_eq!(memory.bytes(), into.len() as u64);
+    let from = std::ptr::with_exposed_provenance::<u8>(usize::try_from(memory.address()).unwrap());
+    // SAFETY: the memory has this length and lives; see `GuestMemory::read`.
+    unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+}
+
+/// Writes `from` to memory that a device was given.
+#[cfg(test)]
+pub(crate) fn copy_to(memory: &HostMemory, from: &[u8]) {
+    assert_eq!(memory.bytes(), from.len() as u64);
+    let to =
+        std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(memory.address()).unwrap());
+    // SAFETY: as in `copy_from`.
+    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,9 @@
 mod elf;
 mod hostile;
 mod kernels;
+mod loopback;
 mod moving;
+mod nics;
 mod stopping;
 mod tracking;
 
