@@ -23,12 +23,13 @@ pub(crate) struct Trouble {
     pub(crate) resume: bool,
     pub(crate) prepare: bool,
     pub(crate) start: bool,
+    /// It looks at no queue.
+    pub(crate) inert: bool,
 }
 
 pub(crate) struct Loopback {
     identity: Identity,
     mac: [u8; 6],
-    mac_is_fixed: bool,
     inner: Mutex<Inner>,
     changed: Condvar,
     ended: AtomicBool,
@@ -72,20 +73,11 @@ fn failed(action: &'static str) -> VdpaError {
 
 impl Loopback {
     pub(crate) fn new(number: u8, pairs: u16) -> Arc<Loopback> {
-        Loopback::with(
-            number,
-            pairs,
-            true,
-            Capabilities { suspend: true, resume: true, dirty_log: true },
-        )
+        let all = Capabilities { suspend: true, resume: true, dirty_log: true };
+        Loopback::with(number, pairs, all)
     }
 
-    pub(crate) fn with(
-        number: u8,
-        pairs: u16,
-        mac_is_fixed: bool,
-        capabilities: Capabilities,
-    ) -> Arc<Loopback> {
+    pub(crate) fn with(number: u8, pairs: u16, capabilities: Capabilities) -> Arc<Loopback> {
         let features = feature::VERSION_1
             | feature::ACCESS_PLATFORM
             | feature::NET_MAC
@@ -104,7 +96,6 @@ impl Loopback {
         let device = Arc::new(Loopback {
             identity,
             mac: [2, 0, 0, 0, 0, number],
-            mac_is_fixed,
             inner: Mutex::default(),
             changed: Condvar::new(),
             ended: AtomicBool::new(false),
@@ -149,10 +140,6 @@ impl Loopback {
             notify();
         }
     }
-
-    pub(crate) fn call(&self, name: &'static str) {
-        lock(&self.inner).calls.push(name);
-    }
 }
 
 impl Drop for Loopback {
@@ -173,7 +160,7 @@ fn work(device: &Weak<Loopback>) {
                 inner = waited.map_or_else(|e| e.into_inner().0, |(guard, _)| guard);
             }
             inner.kicked = false;
-            if inner.runs {
+            if inner.runs && !inner.trouble.inert {
                 inner.loop_frames(&mut notify);
             }
         }
@@ -297,9 +284,7 @@ impl VdpaDevice for Loopback {
         }
     }
 
-    fn write_config(&self, _: u32, _: &[u8]) {
-        assert!(self.mac_is_fixed, "this device's address can be written");
-    }
+    fn write_config(&self, _: u32, _: &[u8]) {}
 
     fn on_config_change(&self, notify: Notify) {
         lock(&self.inner).on_config = Some(notify);

@@ -3,7 +3,7 @@
 mod elf;
 mod hostile;
 mod kernels;
-mod loopback;
+pub(crate) mod loopback;
 mod moving;
 mod nics;
 mod stopping;

@@ -5,11 +5,17 @@ use rustix::fs::SeekFrom;
 
 /// Moves the guest of `source` to a new machine of this process.
 fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
-    let factory = Factory::new(config).unwrap();
-    let destination = destination(&factory, source);
+    move_guest_to(source, &Factory::new(config).unwrap())
+}
+
+/// Moves it to a machine that `factory` makes.
+pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine> {
+    let destination = destination(factory, source);
     let rehearsal = source.rehearse().unwrap();
     destination.load_state(&rehearsal.state).unwrap();
     destination.arm(Duration::from_millis(100));
+    source.begin_suspend();
+    source.wait_suspended().unwrap();
     source.begin_pause();
     let paused = source.wait_paused().unwrap();
     let state = source.take_state().unwrap();
@@ -19,11 +25,12 @@ fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
     assert!(factory.machine().is_none());
     assert_eq!(destination.first_heartbeat(), None);
     destination.start(paused.permit, paused.was);
+    destination.resume_devices().unwrap();
     source.moved_away();
     factory.machine().expect("it arrived")
 }
 
-fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
+pub(super) fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
     let memory = crate::memory::GuestMemory::new(Arc::clone(target));
     let mut page = [0; PAGE_BYTES];
     for region in source.guest_ram().regions() {
