@@ -1,7 +1,9 @@
 //! The interface: what a provider of verbs can do.
 
 use crate::error::{PostError, VerbsError};
-use crate::work::{Access, Completion, Lkey, QueueNumber, RemoteAddress, Rkey, WorkId, WorkRequest};
+use crate::work::{
+    Access, Completion, Lkey, QueueNumber, RemoteAddress, Rkey, WorkId, WorkRequest,
+};
 use martlet_device_io::HostMemory;
 use std::fmt;
 use std::net::SocketAddr;

@@ -14,6 +14,7 @@ mod refusal;
 
 use crate::error::{PostError, VerbsError};
 use crate::fabric::{ConnectRequest, Endpoint, Fabric, Listener, Setup};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How long connecting may take.
@@ -90,13 +91,16 @@ impl<F: Fabric> Site for Loopback<F> {
     ) -> Result<Connected<F::Pair>, VerbsError> {
         let mut listener = self.target.listen(&self.at)?;
         let at = listener.local();
+        let given_up = &AtomicBool::new(false);
         std::thread::scope(|scope| {
             let accepted = scope.spawn(move || {
-                let waiting = next_request(&mut listener)?;
+                let waiting = next_request(&mut listener, given_up)?;
                 let seen = waiting.private_data().to_vec();
                 Ok((waiting.accept(target, answer, CONNECT_LIMIT)?, seen))
             });
             let connected = self.source.connect(&at, source, request, CONNECT_LIMIT);
+            // Relaxed: it carries nothing but itself.
+            given_up.store(connected.is_err(), Ordering::Relaxed);
             let accepted = joined(accepted);
             let (source, answer) = connected?;
             let (target, request) = accepted?;
@@ -108,8 +112,10 @@ impl<F: Fabric> Site for Loopback<F> {
         let rejected = || {
             let mut listener = self.target.listen(&self.at)?;
             let at = listener.local();
+            let given_up = &AtomicBool::new(false);
             std::thread::scope(|scope| {
-                let rejecting = scope.spawn(move || next_request(&mut listener)?.reject(answer));
+                let rejecting =
+                    scope.spawn(move || next_request(&mut listener, given_up)?.reject(answer));
                 let setup = Setup::default();
                 let connected = self.source.connect(&at, &setup, request, CONNECT_LIMIT);
                 joined(rejecting)?;
@@ -121,10 +127,22 @@ impl<F: Fabric> Site for Loopback<F> {
     }
 }
 
-fn next_request<L: Listener>(listener: &mut L) -> Result<L::Request, VerbsError> {
+/// The next request, unless the connecting side has given up by itself.
+fn next_request<L: Listener>(
+    listener: &mut L,
+    given_up: &AtomicBool,
+) -> Result<L::Request, VerbsError> {
+    let slice = CONNECT_LIMIT / 200;
+    for _ in 0..200 {
+        if let Some(request) = listener.accept(slice)? {
+            return Ok(request);
+        }
+        if given_up.load(Ordering::Relaxed) {
+            break;
+        }
+    }
     let limit_ms = u64::try_from(CONNECT_LIMIT.as_millis()).unwrap_or(u64::MAX);
-    let timeout = VerbsError::Timeout { action: "waiting for a connection", limit_ms };
-    listener.accept(CONNECT_LIMIT)?.ok_or(timeout)
+    Err(VerbsError::Timeout { action: "waiting for a connection", limit_ms })
 }
 
 fn joined<T>(thread: std::thread::ScopedJoinHandle<'_, T>) -> T {

@@ -2,7 +2,7 @@
 
 use crate::error::{PostError, PostFault, VerbsError};
 use crate::fabric::{Link, MESSAGE_BYTES_MAX, Setup};
-use crate::work::{Completion, Operation, Side, Sge, Signal, Status, WorkId, WorkRequest};
+use crate::work::{Completion, Operation, Sge, Side, Signal, Status, WorkId, WorkRequest};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

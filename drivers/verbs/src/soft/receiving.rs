@@ -1,12 +1,12 @@
 //! What comes from the peer: its requests, which are placed into registered memory straight from
 //! the socket, and its answers to ours. All of it is foreign.
 
+use super::End;
 use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
 use super::pieces::Pieces;
 use super::queues::{Shared, Unbelievable};
 use super::regions::{Regions, Table};
 use super::sending::{Answer, Sending};
-use super::End;
 use crate::work::{Access, Lkey, Status};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -42,15 +42,24 @@ pub(super) struct Receiving {
 #[derive(Clone, Copy)]
 enum Stage {
     Header,
-    Records { count: usize },
+    Records {
+        count: usize,
+    },
     /// Pieces are made for the next requests.
     Plan,
     /// The pieces are being filled.
     Place,
     /// A read's bytes are being placed.
-    Data { request: u64, key: u32, address: u64, bytes: u32 },
+    Data {
+        request: u64,
+        key: u32,
+        address: u64,
+        bytes: u32,
+    },
     /// Bytes that nobody wants.
-    Skip { bytes: u64 },
+    Skip {
+        bytes: u64,
+    },
 }
 
 /// Whether to go on.

@@ -60,17 +60,19 @@ impl Regions {
             return Err(fail(": REMOTE_WRITE needs LOCAL_WRITE"));
         }
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
-        let index = match table.free.pop() {
-            Some(index) => index,
-            None => {
-                let limit = REGIONS_MAX as u64;
-                let asked = table.slots.len() as u64 + 1;
-                let index = u16::try_from(table.slots.len())
-                    .map_err(|_| VerbsError::Limit { what: "the regions' count", asked, limit })?;
-                table.slots.push(Slot { tag: random_tag(), region: None });
-                index
-            }
-        };
+        let index =
+            match table.free.pop() {
+                Some(index) => index,
+                None => {
+                    let limit = REGIONS_MAX as u64;
+                    let asked = table.slots.len() as u64 + 1;
+                    let index = u16::try_from(table.slots.len()).map_err(|_| {
+                        VerbsError::Limit { what: "the regions' count", asked, limit }
+                    })?;
+                    table.slots.push(Slot { tag: random_tag(), region: None });
+                    index
+                }
+            };
         let slot = &mut table.slots[usize::from(index)];
         slot.tag = slot.tag.wrapping_add(1);
         slot.region = Some((access, memory.clone()));
