@@ -40,8 +40,10 @@ impl Item {
         matches!(self.state, ItemState::Waiting)
     }
 
-    /// It is not issued again: what its input holds on to is not needed any more.
+    /// It is not issued again: what its input holds on to is not needed any more. (A command that
+    /// was given up keeps for itself what the device may still use.)
     pub(super) fn forget_input(&mut self) {
         self.request.input = Input::Bytes(Box::default());
+        self.request.keep = None;
     }
 }

@@ -149,6 +149,15 @@ impl Batch {
         (0..count).filter_map(|number| self.result(number))
     }
 
+    /// What became of all items, in order; those that have not ended are missing.
+    pub fn into_results(self) -> Vec<Result<Output, CommandError>> {
+        let ended = |item: Item| match item.state {
+            ItemState::Ended(result) => Some(result),
+            ItemState::Waiting | ItemState::Issued(_) => None,
+        };
+        self.items.into_iter().filter_map(ended).collect()
+    }
+
     /// The error of the first item, by number, that failed.
     pub fn first_error(&self) -> Option<&CommandError> {
         (0..self.items.len()).find_map(|number| self.result(number)?.as_ref().err())

@@ -25,7 +25,9 @@ mod writer;
 pub use error::{CommandError, SubmitError};
 pub use pool::MailboxPool;
 pub use queue::{CommandQueue, Detection, QueueOptions};
-pub use request::{CommandId, Completion, Input, LateCompletion, Message, Output, Request, UserId};
+pub use request::{
+    CommandId, Completion, Input, Keep, LateCompletion, Message, Output, Request, UserId,
+};
 pub use share::Shares;
 pub use slot::{SlotEvent, SlotState};
 pub use stats::{OpcodeStats, QueueStats};

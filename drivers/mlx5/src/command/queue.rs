@@ -3,8 +3,8 @@
 use super::pool::Chain;
 use super::request::{MESSAGE_BYTES_MAX, MESSAGE_BYTES_MIN};
 use super::{
-    CommandError, CommandId, Completion, Input, InputWriter, LateCompletion, MailboxPool, Output,
-    QueueStats, Request, Shares, SlotEvent, SlotState, SubmitError, UserId,
+    CommandError, CommandId, Completion, Input, InputWriter, Keep, LateCompletion, MailboxPool,
+    Output, QueueStats, Request, Shares, SlotEvent, SlotState, SubmitError, UserId,
 };
 use martlet_device_io::{BusAddress, Dma, DmaBlock, DmaError};
 use martlet_mlx5_abi::command::{
@@ -16,6 +16,7 @@ use martlet_mlx5_abi::message::OutHeader;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32, U64};
 use martlet_units::Instant;
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
@@ -70,7 +71,6 @@ struct Slot {
 }
 
 /// A command that the device has.
-#[derive(Debug)]
 struct Posted {
     id: CommandId,
     user: UserId,
@@ -84,6 +84,13 @@ struct Posted {
     input: Chain,
     output: Chain,
     out_bytes: usize,
+    keep: Option<Keep>,
+}
+
+impl fmt::Debug for Posted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Posted({:?}, {}, token {:#04x})", self.id, self.opcode, self.token)
+    }
 }
 
 /// How the kinds of slots are counted: who has an ordinary one pays with a share.
@@ -218,6 +225,7 @@ impl CommandQueue {
             input,
             output,
             out_bytes,
+            keep: request.keep.clone(),
         };
         Ok(self.post(index, posted, &request.input))
     }
@@ -359,8 +367,10 @@ impl CommandQueue {
     }
 
     /// Time has passed: looks where an answer is overdue, and gives up where it is over. To be
-    /// called at [`Self::poll_timeout`], or more often.
-    pub fn on_timeout(&mut self, now: Instant) {
+    /// called at [`Self::poll_timeout`], or more often. Whether an answer was overdue: then it is
+    /// worth a look whether the device is still there.
+    pub fn on_timeout(&mut self, now: Instant) -> bool {
+        let mut overdue = false;
         for index in 0..self.slots.len() {
             let slot = &self.slots[index];
             let due = match (&slot.command, slot.state) {
@@ -372,16 +382,18 @@ impl CommandQueue {
             if looks && self.answer(now, index) {
                 self.stats.by_probe += u64::from(self.detection == Detection::Events);
             } else if due {
-                self.give_up_or_probe_again(now, index);
+                overdue |= self.give_up_or_probe_again(now, index);
             }
         }
+        overdue
     }
 
-    fn give_up_or_probe_again(&mut self, now: Instant, index: usize) {
+    /// Whether somebody waited for it.
+    fn give_up_or_probe_again(&mut self, now: Instant, index: usize) -> bool {
         let slot = &mut self.slots[index];
-        let Some(posted) = &mut slot.command else { return };
+        let Some(posted) = &mut slot.command else { return false };
         if slot.state != SlotState::Posted {
-            return;
+            return false;
         }
         if posted.deadline <= now {
             let waited = now.since(posted.issued);
@@ -390,6 +402,7 @@ impl CommandQueue {
         } else {
             posted.probe = posted.deadline;
         }
+        true
     }
 
     /// The device is gone: every command ends, and no more are taken. Slots stay in quarantine,
@@ -438,8 +451,8 @@ impl CommandQueue {
             self.done.push_back(Completion { id: posted.id, result, at: now });
         } else {
             self.stats.opcodes.entry(posted.opcode).or_default().late += 1;
-            let Posted { id, user, opcode, op_mod, .. } = posted;
-            self.late.push_back(LateCompletion { id, user, opcode, op_mod, result });
+            let Posted { id, user, opcode, op_mod, keep, .. } = posted;
+            self.late.push_back(LateCompletion { id, user, opcode, op_mod, result, keep });
         }
         true
     }

@@ -4,8 +4,10 @@ use super::{CommandError, InputWriter};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::OutHeader;
 use martlet_units::Instant;
+use std::any::Any;
 use std::fmt;
 use std::mem::size_of;
+use std::sync::Arc;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// A user of a device's command queue: the vDPA driver is one, whoever else drives something on
@@ -53,7 +55,6 @@ impl fmt::Debug for Input {
 }
 
 /// A command to be issued.
-#[derive(Debug)]
 pub struct Request {
     /// What it asks for; for statistics, throttling and the choice of the slot. The input carries
     /// it as well.
@@ -62,26 +63,46 @@ pub struct Request {
     pub input: Input,
     /// How long the output is.
     pub out_bytes: usize,
+    /// What the device may use while it has the command, or afterwards by its effect: memory that
+    /// is pinned for a key, say. Kept until the answer is there, however late; and if the answer
+    /// to a creation is late, until what was created is destroyed.
+    pub keep: Option<Keep>,
+}
+
+/// Something that is kept alive.
+pub type Keep = Arc<dyn Any + Send + Sync>;
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Request { opcode, input, out_bytes, keep: _ } = self;
+        write!(f, "Request({opcode}, {input:?}, {out_bytes} bytes out)")
+    }
 }
 
 impl Request {
+    /// Keeps something alive while the device may use it.
+    pub fn keeping(self, keep: Keep) -> Request {
+        Request { keep: Some(keep), ..self }
+    }
+
     /// A command whose input is a value, and whose output is at least as long as `O`.
-    pub fn new<O: Sized>(opcode: Opcode, input: &(impl IntoBytes + Immutable)) -> Request {
+    pub fn new<O: Sized>(opcode: Opcode, input: &(impl IntoBytes + Immutable + ?Sized)) -> Request {
         Request::with_output(opcode, input, size_of::<O>())
     }
 
     /// A command whose input is a value, with an output of `out_bytes`.
     pub fn with_output(
         opcode: Opcode,
-        input: &(impl IntoBytes + Immutable),
+        input: &(impl IntoBytes + Immutable + ?Sized),
         out_bytes: usize,
     ) -> Request {
-        Request { opcode, input: Input::Bytes(input.as_bytes().into()), out_bytes }
+        let input = Input::Bytes(input.as_bytes().into());
+        Request { opcode, input, out_bytes, keep: None }
     }
 
     /// A command whose input is written when it is issued.
     pub fn lazy(opcode: Opcode, input: impl Message + 'static, out_bytes: usize) -> Request {
-        Request { opcode, input: Input::Lazy(Box::new(input)), out_bytes }
+        Request { opcode, input: Input::Lazy(Box::new(input)), out_bytes, keep: None }
     }
 }
 
@@ -134,7 +155,6 @@ pub struct Completion {
 
 /// The answer to a command that had been given up. Its user has an error already; what was made
 /// after all has to be dropped by somebody.
-#[derive(Clone, Debug)]
 pub struct LateCompletion {
     /// Which.
     pub id: CommandId,
@@ -146,6 +166,14 @@ pub struct LateCompletion {
     pub op_mod: u16,
     /// How it went.
     pub result: Result<Output, CommandError>,
+    /// What was kept for it.
+    pub keep: Option<Keep>,
+}
+
+impl fmt::Debug for LateCompletion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LateCompletion({:?}, {}, {:?})", self.id, self.opcode, self.result)
+    }
 }
 
 /// Bytes of the shortest message: a header, and what is padded to 16 bytes.

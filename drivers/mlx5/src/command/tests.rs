@@ -262,7 +262,7 @@ fn long_messages_go_through_mailboxes_both_ways() {
     for bytes in [8, 15, 16, 17, 527, 528, 529, 5000] {
         let input: Vec<u8> = (0..bytes).map(|n: usize| n.to_le_bytes()[0]).collect();
         let input = Input::Bytes(input.into());
-        let request = Request { opcode: QUERY, input, out_bytes: bytes };
+        let request = Request { opcode: QUERY, input, out_bytes: bytes, keep: None };
         let id = submit(&mut queue, &request);
         firmware.ring(&mut queue);
         let Input::Bytes(input) = request.input else { unreachable!() };
@@ -280,7 +280,7 @@ fn messages_of_no_possible_length_are_refused() {
     let (mut queue, _) = Firmware::new();
     for (in_bytes, out_bytes) in [(7, 16), (16, 7), (16, (4 << 20) + 1)] {
         let input = Input::Bytes(vec![0; in_bytes].into());
-        let request = Request { opcode: QUERY, input, out_bytes };
+        let request = Request { opcode: QUERY, input, out_bytes, keep: None };
         let refused = SubmitError::BadLength { opcode: QUERY, in_bytes, out_bytes };
         assert_eq!(queue.submit(NOW, ME, MS, &request), Err(refused));
     }

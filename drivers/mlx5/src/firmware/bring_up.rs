@@ -1,0 +1,294 @@
+//! Bring-up and teardown of a function (PRM, "Driver start up"; Linux `main.c`,
+//! `mlx5_function_enable`, `mlx5_function_open`).
+
+use super::events::EventQueue;
+use super::shared::{Firmware, users};
+use crate::command::{CommandError, CommandQueue, Output, QueueOptions, Request};
+use crate::options::Options;
+use martlet_device_io::{Dma, DmaError, Registers, Waiter};
+use martlet_mlx5_abi::capability::{
+    GeneralCapabilities, GeneralCapabilitiesOut, QUERY_HCA_CAP_OUT_BYTES, VirtioCapabilities,
+    VirtioCapabilitiesOut, kind, op_mod_current,
+};
+use martlet_mlx5_abi::event::CreateEqOut;
+use martlet_mlx5_abi::init_segment::{
+    CMDIF_REV_FW_SUB, CMDQ_ADDR_HIGH, CMDQ_ADDR_LOW, COMMAND_INTERFACE, CommandQueueShape, FW_REV,
+    GONE, INITIALIZING, INITIALIZING_BIT,
+};
+use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
+use martlet_mlx5_abi::message::{ShortIn, ShortOut, object_type};
+use martlet_mlx5_abi::setup::{
+    ISSI, PagesIn, QUERY_PAGES_BOOT, QUERY_PAGES_INIT, QueryNicVportContextOut, QueryPagesOut,
+    SetIssiIn, VportIn,
+};
+use martlet_mlx5_abi::{CommandStatus, Opcode, U16, U32};
+use martlet_units::Instant;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How often the firmware is looked at while it starts.
+const START_POLL: Duration = Duration::from_millis(1);
+
+/// Why a device could not be brought up.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BringUpError {
+    /// There is no device, or it has failed.
+    #[error("the device is gone")]
+    Gone,
+    /// It does not speak the command interface that this driver does.
+    #[error("the device has command interface {found}, not {COMMAND_INTERFACE}")]
+    Interface {
+        /// What it has.
+        found: u16,
+    },
+    /// Its firmware does not come up.
+    #[error("the firmware has not started in {waited_ms} ms")]
+    NotStarted {
+        /// How long it was given.
+        waited_ms: u128,
+    },
+    /// Its command queue can't be of the shape that it tells.
+    #[error("a command queue of 2^{} entries of 2^{} bytes can't be", .0.log_entries, .0.log_stride)]
+    Shape(CommandQueueShape),
+    /// It lacks something without which it is no network card for guests.
+    #[error("the device has no {0}")]
+    Lacks(&'static str),
+    /// A command failed.
+    #[error("a command of the bring-up failed")]
+    Command(#[source] CommandError),
+    /// The host has no memory for it.
+    #[error("no memory for the device")]
+    Memory(#[source] DmaError),
+}
+
+impl From<CommandError> for BringUpError {
+    fn from(error: CommandError) -> BringUpError {
+        BringUpError::Command(error)
+    }
+}
+
+impl From<DmaError> for BringUpError {
+    fn from(error: DmaError) -> BringUpError {
+        BringUpError::Memory(error)
+    }
+}
+
+/// What a function is, after its bring-up.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// General capabilities.
+    pub general: GeneralCapabilities,
+    /// Capabilities of virtqueues.
+    pub virtio: VirtioCapabilities,
+    /// Protection domain of all keys and queues.
+    pub pd: u32,
+    /// The page of doorbells that the event queue uses.
+    pub uar: u32,
+    /// The key that reads zeros and forgets writes.
+    pub null_mkey: u32,
+    /// MAC address; `None` if the device does not tell one.
+    pub mac: Option<[u8; 6]>,
+    /// Largest payload of a frame; `None` if the device does not tell it.
+    pub mtu: Option<u16>,
+}
+
+impl Firmware {
+    /// Brings the function up. On an error it is left as it is; a later attempt starts over.
+    pub fn bring_up(
+        registers: Arc<dyn Registers>,
+        dma: Arc<dyn Dma>,
+        waiter: Arc<dyn Waiter>,
+        options: Options,
+    ) -> Result<(Firmware, Setup), BringUpError> {
+        let limit = waiter.now().after(options.deadlines.setup);
+        check_interface(&*registers)?;
+        wait_for_start(&*registers, &*waiter, limit, options.deadlines.setup)?;
+        let shape = CommandQueueShape::from_register(read(&*registers, CMDQ_ADDR_LOW));
+        let limits = QueueOptions { mailbox_bytes_max: options.mailbox_bytes_max };
+        let queue = CommandQueue::new(Arc::clone(&dma), shape, limits)?;
+        let queue = queue.ok_or(BringUpError::Shape(shape))?;
+        let [high, low] = halves(queue.page_at().0);
+        registers.write32(CMDQ_ADDR_HIGH, high.to_be());
+        registers.write32(CMDQ_ADDR_LOW, low.to_be());
+        wait_for_start(&*registers, &*waiter, limit, options.deadlines.setup)?;
+
+        let firmware = Firmware::new(registers, dma, waiter, options, queue);
+        firmware.enable()?;
+        let setup = firmware.start()?;
+        Ok((firmware, setup))
+    }
+
+    /// One command of the bring-up.
+    pub(crate) fn setup_call(&self, request: Request) -> Result<Output, CommandError> {
+        self.call(users::SETUP, self.options().deadlines.setup, request)
+    }
+
+    fn short(&self, opcode: Opcode, op_mod: u16, object: u32) -> Result<ShortOut, CommandError> {
+        let input = ShortIn::new(opcode, op_mod, object);
+        self.setup_call(Request::new::<ShortOut>(opcode, &input))?.read()
+    }
+
+    /// From ENABLE_HCA to INIT_HCA.
+    fn enable(&self) -> Result<(), BringUpError> {
+        self.short(Opcode::ENABLE_HCA, 0, 0)?;
+        self.set_issi()?;
+        self.give_what_is_asked_for(QUERY_PAGES_BOOT)?;
+        self.give_what_is_asked_for(QUERY_PAGES_INIT)?;
+        self.short(Opcode::INIT_HCA, 0, 0)?;
+        Ok(())
+    }
+
+    /// Chooses the interface step sequence. Firmware that does not know the command has the first
+    /// one only (Linux `main.c`, `mlx5_core_set_issi`).
+    fn set_issi(&self) -> Result<(), CommandError> {
+        let input = SetIssiIn {
+            header: martlet_mlx5_abi::message::InHeader::new(Opcode::SET_ISSI, 0),
+            reserved0: U16::new(0),
+            issi: U16::new(ISSI),
+            reserved1: U32::new(0),
+        };
+        match self.setup_call(Request::new::<ShortOut>(Opcode::SET_ISSI, &input)) {
+            Err(CommandError::Status { status: CommandStatus::BAD_OPCODE, .. }) => Ok(()),
+            other => other.map(|_| ()),
+        }
+    }
+
+    fn give_what_is_asked_for(&self, stage: u16) -> Result<(), CommandError> {
+        let input = PagesIn::new(Opcode::QUERY_PAGES, stage, 0, 0);
+        let request = Request::new::<QueryPagesOut>(Opcode::QUERY_PAGES, &input);
+        let asked: QueryPagesOut = self.setup_call(request)?.read()?;
+        let pages = asked.pages.get().cast_signed();
+        if pages > 0 {
+            self.give_pages(asked.function_id.get(), pages);
+        }
+        Ok(())
+    }
+
+    /// Everything after INIT_HCA.
+    fn start(&self) -> Result<Setup, BringUpError> {
+        let general = self.capabilities(kind::GENERAL)?.read::<GeneralCapabilitiesOut>()?;
+        let general = general.capabilities;
+        if !general.has_object_type(object_type::VIRTIO_NET_Q) {
+            return Err(BringUpError::Lacks("virtqueues"));
+        }
+        let virtio = self.capabilities(kind::VDPA_EMULATION)?.read::<VirtioCapabilitiesOut>()?;
+        let virtio = virtio.capabilities;
+        if virtio.queue_types & VirtioCapabilities::SPLIT == 0 {
+            return Err(BringUpError::Lacks("split virtqueues"));
+        }
+        if virtio.offloads_features.get() & VirtioCapabilities::ETH_FRAME == 0 {
+            return Err(BringUpError::Lacks("virtqueues of Ethernet frames"));
+        }
+        let uar = self.short(Opcode::ALLOC_UAR, 0, 0)?.object.get();
+        self.create_event_queue(uar)?;
+        let pd = self.short(Opcode::ALLOC_PD, 0, 0)?.object.get();
+        let null_mkey = self.null_mkey()?;
+        let vport = self.vport_context()?;
+        Ok(Setup {
+            general,
+            virtio,
+            pd,
+            uar,
+            null_mkey,
+            mac: vport.map(|vport| vport.mac).filter(|mac| *mac != [0; 6]),
+            mtu: vport.map(|vport| vport.mtu.get()).filter(|mtu| *mtu != 0),
+        })
+    }
+
+    fn capabilities(&self, kind: u16) -> Result<Output, CommandError> {
+        let input = ShortIn::new(Opcode::QUERY_HCA_CAP, op_mod_current(kind), 0);
+        let out_bytes = QUERY_HCA_CAP_OUT_BYTES;
+        self.setup_call(Request::with_output(Opcode::QUERY_HCA_CAP, &input, out_bytes))
+    }
+
+    fn create_event_queue(&self, uar: u32) -> Result<(), BringUpError> {
+        let mut events = EventQueue::new(self.dma(), uar)?;
+        let input = events.create_input();
+        let request = Request::new::<CreateEqOut>(Opcode::CREATE_EQ, &*input);
+        let created: CreateEqOut = self.setup_call(request)?.read()?;
+        events.set_number(created.eqn);
+        self.set_events(Some(events));
+        Ok(())
+    }
+
+    fn null_mkey(&self) -> Result<u32, CommandError> {
+        let input = ShortIn::new(Opcode::QUERY_SPECIAL_CONTEXTS, 0, 0);
+        let opcode = Opcode::QUERY_SPECIAL_CONTEXTS;
+        let output = self.setup_call(Request::new::<QuerySpecialContextsOut>(opcode, &input))?;
+        Ok(output.read::<QuerySpecialContextsOut>()?.null_mkey.get())
+    }
+
+    /// MAC address and MTU; nothing if the firmware does not know the command.
+    fn vport_context(&self) -> Result<Option<QueryNicVportContextOut>, CommandError> {
+        let opcode = Opcode::QUERY_NIC_VPORT_CONTEXT;
+        let request = Request::new::<QueryNicVportContextOut>(opcode, &VportIn::own(opcode));
+        match self.setup_call(request) {
+            Ok(output) => output.read().map(Some),
+            Err(CommandError::Status { .. } | CommandError::Delivery { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes the function down, as far as it lets itself. Everything that was made on it has to be
+    /// gone before.
+    pub(crate) fn tear_down(&self, setup: &Setup) {
+        let mut steps = vec![(Opcode::DEALLOC_PD, setup.pd)];
+        if let Some(eqn) = self.event_queue() {
+            steps.push((Opcode::DESTROY_EQ, u32::from(eqn)));
+        }
+        steps.extend([
+            (Opcode::DEALLOC_UAR, setup.uar),
+            (Opcode::TEARDOWN_HCA, 0),
+            (Opcode::DISABLE_HCA, 0),
+        ]);
+        for (opcode, object) in steps {
+            if let Err(error) = self.short(opcode, 0, object) {
+                tracing::debug!(%error, "teardown of an mlx5 device");
+            }
+            // Without its queue no event comes any more: answers are looked for again.
+            if opcode == Opcode::DESTROY_EQ {
+                self.set_events(None);
+            }
+        }
+    }
+}
+
+fn read(registers: &dyn Registers, offset: u64) -> u32 {
+    u32::from_be(registers.read32(offset))
+}
+
+fn halves(address: u64) -> [u32; 2] {
+    let [a, b, c, d, e, f, g, h] = address.to_be_bytes();
+    [u32::from_be_bytes([a, b, c, d]), u32::from_be_bytes([e, f, g, h])]
+}
+
+fn check_interface(registers: &dyn Registers) -> Result<(), BringUpError> {
+    if read(registers, FW_REV) == GONE {
+        return Err(BringUpError::Gone);
+    }
+    let [high, low, ..] = read(registers, CMDIF_REV_FW_SUB).to_be_bytes();
+    let found = u16::from_be_bytes([high, low]);
+    if found == COMMAND_INTERFACE { Ok(()) } else { Err(BringUpError::Interface { found }) }
+}
+
+fn wait_for_start(
+    registers: &dyn Registers,
+    waiter: &dyn Waiter,
+    limit: Instant,
+    waited: Duration,
+) -> Result<(), BringUpError> {
+    loop {
+        let value = read(registers, INITIALIZING);
+        if value == GONE {
+            return Err(BringUpError::Gone);
+        }
+        if value & INITIALIZING_BIT == 0 {
+            return Ok(());
+        }
+        if waiter.now() >= limit {
+            return Err(BringUpError::NotStarted { waited_ms: waited.as_millis() });
+        }
+        waiter.wait(Some(waiter.now().after(START_POLL)));
+    }
+}

@@ -1,0 +1,304 @@
+//! The shared access to a function's firmware.
+
+use super::cleanup::Cleanup;
+use super::events::EventQueue;
+use super::pages::{PageKeeper, PageStats};
+use crate::batch::{Batch, BatchOptions, OnFailure};
+use crate::command::{
+    CommandError, CommandId, CommandQueue, Detection, Output, QueueStats, Request, UserId,
+};
+use crate::options::Options;
+use martlet_device_io::{Dma, Registers, Waiter};
+use martlet_mlx5_abi::Opcode;
+use martlet_mlx5_abi::init_segment::{COMMAND_DOORBELL, FW_REV, GONE};
+use martlet_units::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// The driver's own users of the command queue; whoever else drives something on the same function
+/// takes other numbers.
+pub mod users {
+    use crate::command::UserId;
+
+    /// Virtqueues.
+    pub const QUEUES: UserId = UserId(0);
+    /// Memory keys that somebody waits for.
+    pub const MEMORY: UserId = UserId(1);
+    /// What nobody waits for: keys that are destroyed later, late answers.
+    pub const LAZY: UserId = UserId(2);
+    /// Bring-up, pages and teardown.
+    pub const SETUP: UserId = UserId(3);
+}
+
+/// How long a blocking call sleeps at most. Its interrupt may go to another thread that waits for
+/// the same device; that thread moves our commands on, but can't wake us.
+const WAIT_SLICE: Duration = Duration::from_micros(100);
+
+/// The firmware of one function. Shared.
+pub struct Firmware {
+    registers: Arc<dyn Registers>,
+    dma: Arc<dyn Dma>,
+    waiter: Arc<dyn Waiter>,
+    options: Options,
+    state: Mutex<State>,
+    link_events: AtomicU64,
+}
+
+struct State {
+    queue: CommandQueue,
+    events: Option<EventQueue>,
+    pages: PageKeeper,
+    cleanup: Cleanup,
+    unknown_events: u64,
+}
+
+/// Figures of a function's firmware.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FirmwareStats {
+    /// Of the command queue.
+    pub commands: QueueStats,
+    /// Of pages.
+    pub pages: PageStats,
+    /// Events of a kind that was not asked for.
+    pub unknown_events: u64,
+    /// Late answers to creations whose objects were destroyed.
+    pub cleaned_up: u64,
+}
+
+impl Firmware {
+    pub(super) fn new(
+        registers: Arc<dyn Registers>,
+        dma: Arc<dyn Dma>,
+        waiter: Arc<dyn Waiter>,
+        options: Options,
+        queue: CommandQueue,
+    ) -> Firmware {
+        let state = State {
+            queue,
+            events: None,
+            pages: PageKeeper::default(),
+            cleanup: Cleanup::new(options.deadlines.setup),
+            unknown_events: 0,
+        };
+        let link_events = AtomicU64::new(0);
+        Firmware { registers, dma, waiter, options, state: Mutex::new(state), link_events }
+    }
+
+    /// What the device is driven with.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The device's registers.
+    pub fn registers(&self) -> &dyn Registers {
+        &*self.registers
+    }
+
+    /// Memory for the device.
+    pub fn dma(&self) -> &dyn Dma {
+        &*self.dma
+    }
+
+    /// The device's clock.
+    pub fn now(&self) -> Instant {
+        self.waiter.now()
+    }
+
+    /// Where the device is waited for.
+    pub fn waiter(&self) -> &dyn Waiter {
+        &*self.waiter
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> FirmwareStats {
+        let state = self.lock();
+        FirmwareStats {
+            commands: state.queue.stats(),
+            pages: state.pages.stats(),
+            unknown_events: state.unknown_events,
+            cleaned_up: state.cleanup.destroyed(),
+        }
+    }
+
+    /// Whether the device is gone.
+    pub fn is_gone(&self) -> bool {
+        self.lock().queue.is_gone()
+    }
+
+    /// How often the device has told of a change of the link.
+    pub fn link_events(&self) -> u64 {
+        self.link_events.load(Ordering::Acquire)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under the lock is a bug in this crate, and has been told; the state is whole
+        // between any two steps.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Moves everything on by a step, without waiting, and the batch with it. Whether the batch is
+    /// done.
+    pub fn poll(&self, batch: &mut Batch) -> bool {
+        self.waiter.poll();
+        self.step(Some(batch)).0
+    }
+
+    /// Executes a batch.
+    pub fn run(&self, batch: &mut Batch) {
+        loop {
+            let (done, until) = self.step(Some(batch));
+            if done {
+                return;
+            }
+            self.wait_until(until);
+        }
+    }
+
+    /// Executes one command.
+    pub fn call(
+        &self,
+        user: UserId,
+        deadline: Duration,
+        request: Request,
+    ) -> Result<Output, CommandError> {
+        let opcode = request.opcode;
+        let mut batch =
+            Batch::new(BatchOptions { user, window: 1, deadline, on_failure: OnFailure::GoOn });
+        batch.push(request);
+        self.run(&mut batch);
+        batch.into_results().pop().unwrap_or(Err(CommandError::Skipped { opcode }))
+    }
+
+    /// Waits for the device, until a moment, or a slice.
+    fn wait_until(&self, until: Option<Instant>) {
+        let slice = self.now().after(WAIT_SLICE);
+        self.waiter.wait(Some(until.map_or(slice, |until| until.min(slice))));
+    }
+
+    /// Lets time pass on the device's clock.
+    pub(crate) fn sleep(&self, time: Duration) {
+        let end = self.now().after(time);
+        while self.now() < end {
+            self.step(None);
+            self.wait_until(Some(end));
+        }
+    }
+
+    /// Moves everything on by a step, without waiting: when to do that again even if the device
+    /// does not interrupt.
+    pub fn service(&self) -> Option<Instant> {
+        self.waiter.poll();
+        let (_, until) = self.step(None);
+        let mut state = self.lock();
+        if state.queue.is_idle() {
+            state.queue.trim();
+        }
+        until
+    }
+
+    /// One step: what has happened is taken in, what is to be done is issued.
+    fn step(&self, batch: Option<&mut Batch>) -> (bool, Option<Instant>) {
+        let now = self.now();
+        let mut state = self.lock();
+        self.take_in(now, &mut state);
+        let State { queue, pages, cleanup, .. } = &mut *state;
+        pages.poll(now, queue, &*self.dma, users::SETUP, self.options.deadlines.setup);
+        cleanup.poll(now, queue);
+        let mut done = true;
+        let mut until = None;
+        if let Some(batch) = batch {
+            done = batch.poll(now, queue);
+            until = batch.poll_timeout(now);
+        }
+        // One doorbell for everything.
+        if let Some(vector) = queue.poll_doorbell() {
+            self.registers.write32(COMMAND_DOORBELL, vector.to_be());
+        }
+        let waits = [until, queue.poll_timeout(), cleanup.poll_timeout(now)];
+        (done, waits.into_iter().flatten().min())
+    }
+
+    /// Events, owner bits, deadlines.
+    fn take_in(&self, now: Instant, state: &mut State) {
+        let mut failed = false;
+        if let Some(events) = &mut state.events {
+            let news = events.drain(&*self.registers);
+            state.queue.on_completion(now, news.commands);
+            for (function, pages) in news.pages {
+                state.pages.request(function, pages);
+            }
+            if news.link {
+                self.link_events.fetch_add(1, Ordering::AcqRel);
+            }
+            state.unknown_events += news.unknown;
+            failed = news.failed;
+        } else {
+            state.queue.on_poll(now);
+        }
+        let overdue = state.queue.on_timeout(now);
+        if (overdue || failed) && !state.queue.is_gone() && self.looks_gone() {
+            tracing::warn!("an mlx5 device does not answer any more: it is gone");
+            state.queue.on_gone(now);
+        }
+        while let Some(late) = state.queue.poll_late() {
+            tracing::warn!(command = %late.opcode, "an answer came after its deadline");
+            state.cleanup.add(late);
+        }
+    }
+
+    /// Whether the device's registers read as nothing does.
+    pub(super) fn looks_gone(&self) -> bool {
+        self.registers.read32(FW_REV) == GONE
+    }
+
+    /// Goes over to events, which this queue brings.
+    pub(super) fn set_events(&self, events: Option<EventQueue>) {
+        let mut state = self.lock();
+        let detection = if events.is_some() { Detection::Events } else { Detection::Polling };
+        if let Some(events) = &events {
+            events.arm(&*self.registers);
+        }
+        state.events = events;
+        state.queue.set_detection(detection);
+    }
+
+    /// The number of the event queue, while there is one.
+    pub(super) fn event_queue(&self) -> Option<u8> {
+        self.lock().events.as_ref().map(EventQueue::number)
+    }
+
+    /// Gives the firmware pages, and waits until it has them.
+    pub(super) fn give_pages(&self, function: u16, pages: i32) {
+        self.lock().pages.request(function, pages);
+        let end = self.now().after(self.options.deadlines.setup);
+        while !self.lock().pages.is_idle() && self.now() < end {
+            let (_, until) = self.step(None);
+            self.wait_until(until);
+        }
+    }
+
+    /// Late answers to changes of virtqueues: their users have to look again.
+    pub(crate) fn take_late_changes(&self) -> Vec<CommandId> {
+        self.lock().cleanup.take_changes()
+    }
+}
+
+impl std::fmt::Debug for Firmware {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Firmware").finish_non_exhaustive()
+    }
+}
+
+/// Whether a command counts as done: with the device, everything on it is gone as well (Linux
+/// `cmd.c`, `mlx5_internal_err_ret_value`).
+pub(crate) fn is_done(opcode: Opcode, result: &Result<Output, CommandError>) -> bool {
+    match result {
+        Ok(_) => true,
+        Err(CommandError::Gone { .. }) => opcode.is_destroy(),
+        Err(CommandError::NotIssued { because, .. }) => {
+            opcode.is_destroy() && *because == crate::command::SubmitError::Gone
+        }
+        Err(_) => false,
+    }
+}
