@@ -15,6 +15,7 @@ mod funnel;
 mod greeting;
 mod listener;
 mod raw;
+pub mod rdma;
 mod stream;
 mod wake;
 
