@@ -188,6 +188,9 @@ const FAULT_PAUSE_MAX: Duration = Duration::from_secs(10);
 const FAULT_WINDOW_PAGES: u32 = 1024;
 /// A page's time on the CPU is an average over about this many batches.
 const CPU_SMOOTHING: u64 = 16;
+/// One batch in so many is the CPU's if it had none for so long: how long it takes must be known,
+/// and depends on the guest. Pages that are not zero take it a third of the time.
+const CPU_PROBE_BATCHES: u32 = 64;
 /// Tries that go on until the caller's deadline.
 const TRIES_UNLIMITED: u32 = u32::MAX;
 
@@ -201,6 +204,8 @@ pub struct Admission {
     config: AdmissionConfig,
     devices: Vec<Device>,
     cpu_page_ps: u64,
+    /// Batches granted since the CPU's time was last measured.
+    unmeasured: u32,
     faults: Faults,
 }
 
@@ -221,6 +226,7 @@ impl Admission {
             config,
             devices: devices.iter().map(Device::new).collect(),
             cpu_page_ps: picoseconds(config.cpu_page_time),
+            unmeasured: 0,
             faults,
         }
     }
@@ -233,6 +239,20 @@ impl Admission {
     /// Says who checks a batch. `others` are the pages outstanding in other processes, device by
     /// device; devices beyond its end have none.
     pub fn decide(&mut self, now: Instant, request: Request, others: &[u64]) -> Decision {
+        self.decide_part(now, request, request.pages, others)
+    }
+
+    /// As [`Admission::decide`], but a grant may be for fewer pages than were asked for, `least` at
+    /// least: as many as the device will have done when the CPU alone would have done all. The
+    /// caller gives the device that many and checks the others itself meanwhile, so that the
+    /// batch is done no later than by the CPU alone, and the CPU does as little of it as possible.
+    pub fn decide_part(
+        &mut self,
+        now: Instant,
+        request: Request,
+        least: u32,
+        others: &[u64],
+    ) -> Decision {
         let block = self.config.policy == OffloadPolicy::Block;
         if request.pages == 0 || (!block && self.faults.paused_until > now) {
             return Decision::Cpu;
@@ -240,24 +260,22 @@ impl Admission {
         let others = |device: usize| others.get(device).copied().unwrap_or(0);
         let chosen = match self.config.policy {
             OffloadPolicy::CpuOnly => None,
-            OffloadPolicy::Block => self.bound(now, request.channel).map(|d| (d, TRIES_UNLIMITED)),
-            OffloadPolicy::CpuWhenFull => {
-                self.least_loaded(now, request, others).map(|d| (d, self.config.tries))
+            OffloadPolicy::Block => {
+                self.bound(now, request.channel).map(|d| (d, request.pages, TRIES_UNLIMITED))
             }
-            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => {
-                self.fast_enough(now, request, others).map(|d| (d, self.config.tries))
-            }
+            OffloadPolicy::CpuWhenFull => self
+                .least_loaded(now, request, others)
+                .map(|d| (d, request.pages, self.config.tries)),
+            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => self
+                .fast_enough(now, request, least, others)
+                .map(|(d, pages)| (d, pages, self.config.tries)),
         };
-        let Some((device, tries)) = chosen else { return Decision::Cpu };
-        let ahead = self.devices[device].outstanding().saturating_add(others(device));
-        self.devices[device].admit(request.pages);
-        Decision::Offload(Grant {
-            device,
-            pages: request.pages,
-            ahead,
-            at: now,
-            tries: tries.max(1),
-        })
+        let Some((device, pages, tries)) = chosen else { return Decision::Cpu };
+        let waiting = others(device);
+        let ahead = self.devices[device].backlog(now).saturating_add(waiting);
+        self.devices[device].admit(now, pages, waiting);
+        self.unmeasured = self.unmeasured.saturating_add(1);
+        Decision::Offload(Grant { device, pages, ahead, at: now, tries: tries.max(1) })
     }
 
     /// Takes back what [`Admission::decide`] granted and learns from it.
@@ -279,6 +297,7 @@ impl Admission {
 
     /// The CPU checked pages itself.
     pub fn on_cpu(&mut self, pages: u32, time: Duration) {
+        self.unmeasured = 0;
         let Some(sample) = picoseconds(time).checked_div(u64::from(pages)) else { return };
         let kept = self.cpu_page_ps - self.cpu_page_ps / CPU_SMOOTHING;
         self.cpu_page_ps = kept.saturating_add(sample / CPU_SMOOTHING).max(1);
@@ -287,6 +306,12 @@ impl Admission {
     /// Pages outstanding on a device, of this process.
     pub fn outstanding(&self, device: usize) -> u64 {
         self.devices.get(device).map_or(0, Device::outstanding)
+    }
+
+    /// Pages outstanding on a device, of this process, that it is expected to be still at: a batch
+    /// that nobody has looked at keeps nobody waiting once it is done. What to tell other processes.
+    pub fn backlog(&self, now: Instant, device: usize) -> u64 {
+        self.devices.get(device).map_or(0, |device| device.backlog(now))
     }
 
     /// How long the CPU is expected to take for this many pages.
@@ -309,18 +334,26 @@ impl Admission {
     ) -> Option<usize> {
         let usable = self.devices.iter().enumerate().filter(|(_, device)| device.is_usable(now));
         usable
-            .min_by_key(|(index, device)| (device.expected_ps(request, others(*index)), *index))
+            .min_by_key(|(index, device)| {
+                (device.expected_ps(now, request, others(*index)), *index)
+            })
             .map(|(index, _)| index)
     }
 
     /// The device that is expected to be done first, if that is early enough and its limit allows
-    /// it. If only the memory of a bad time speaks against every device, one is asked now and then.
+    /// it, and how many pages it may get. If only the memory of a bad time speaks against every
+    /// device, one is asked now and then.
     fn fast_enough(
         &mut self,
         now: Instant,
         request: Request,
+        least: u32,
         others: impl Fn(usize) -> u64,
-    ) -> Option<usize> {
+    ) -> Option<(usize, u32)> {
+        if self.unmeasured >= CPU_PROBE_BATCHES {
+            self.unmeasured = 0;
+            return None;
+        }
         let times = match self.config.policy {
             OffloadPolicy::AdaptiveSaving => u64::from(self.config.saving_multiple.max(1)),
             OffloadPolicy::Adaptive
@@ -331,9 +364,9 @@ impl Admission {
         let patience =
             self.cpu_page_ps.saturating_mul(u64::from(request.pages)).saturating_mul(times);
         let best = self.least_loaded(now, request, &others)?;
-        let others_best = others(best);
         let device = &mut self.devices[best];
-        device.allows(now, request, others_best, patience, times).then_some(best)
+        let pages = device.allows(now, request, least, others(best), patience, times)?;
+        Some((best, pages))
     }
 }
 

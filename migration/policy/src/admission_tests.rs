@@ -147,6 +147,7 @@ fn latency_alone_turns_offload_off_and_probes_turn_it_on_again() {
     assert!(regained.is_some());
     let busy = (0..100).filter(|_| {
         now += 100 * US;
+        admission.on_cpu(BATCH, Duration::from_nanos(30_720));
         let grant = ask(&mut admission, now, &[]);
         grant.map(|grant| admission.finish(Instant(now), grant, done(17_500))).is_some()
     });
@@ -157,6 +158,7 @@ fn latency_alone_turns_offload_off_and_probes_turn_it_on_again() {
 fn a_late_look_is_no_bad_sign() {
     let mut admission = admission(OffloadPolicy::Adaptive, 1);
     for n in 0..100 {
+        admission.on_cpu(BATCH, Duration::from_nanos(30_720));
         let grant = ask(&mut admission, n * MS, &[]).unwrap();
         let latency = Latency::AtMost(Duration::from_micros(900));
         admission.finish(
@@ -165,6 +167,46 @@ fn a_late_look_is_no_bad_sign() {
             Outcome::Completed { latency, faulted: 0 },
         );
     }
+}
+
+/// A batch of which nobody has looked at the answer keeps nobody waiting once it is done.
+#[test]
+fn a_batch_that_is_done_but_not_collected_is_no_backlog() {
+    let mut admission = admission(OffloadPolicy::Adaptive, 1);
+    let first = ask(&mut admission, 0, &[]).unwrap();
+    assert_eq!((admission.outstanding(0), admission.backlog(Instant(0), 0)), (128, 128));
+    assert_eq!(ask(&mut admission, 0, &[]), None);
+    assert_eq!((admission.outstanding(0), admission.backlog(Instant(17 * US), 0)), (128, 0));
+    let second = ask(&mut admission, 17 * US, &[]).unwrap();
+    assert_eq!(second.ahead, 0);
+    admission.finish(Instant(40 * US), first, done(17_500));
+    admission.finish(Instant(40 * US), second, done(17_500));
+}
+
+/// Where the CPU is nearly as fast as the device, each does a part of a batch at the same time.
+#[test]
+fn a_part_is_what_the_device_has_done_when_the_cpu_alone_would_be() {
+    let mut admission = admission(OffloadPolicy::Adaptive, 1);
+    let part = |admission: &mut Admission| {
+        let request = Request { pages: BATCH, node: None, channel: 0 };
+        match admission.decide_part(Instant(0), request, 32, &[]) {
+            Decision::Cpu => 0,
+            Decision::Offload(grant) => grant.pages,
+        }
+    };
+    // 30.72 us are 230 pages of the device: 128, then what is left.
+    assert_eq!([part(&mut admission), part(&mut admission), part(&mut admission)], [128, 102, 0]);
+}
+
+#[test]
+fn the_cpu_is_measured_now_and_then() {
+    let mut admission = admission(OffloadPolicy::Adaptive, 1);
+    let mut asked = |n: u64| {
+        let grant = ask(&mut admission, n * MS, &[]);
+        grant.map(|grant| admission.finish(Instant(n * MS), grant, done(17_500))).is_some()
+    };
+    let refused: Vec<u64> = (0..200).filter(|n| !asked(*n)).collect();
+    assert_eq!(refused, [64, 129, 194]);
 }
 
 #[test]

@@ -56,6 +56,8 @@ pub(super) struct Device {
     /// A page's time as measured.
     page_ps: u64,
     outstanding: u64,
+    /// When it is expected to be done with them.
+    busy_until: Instant,
     limit: u64,
     /// Pages done since the limit changed.
     good: u64,
@@ -80,6 +82,7 @@ impl Device {
             profile_page_ps: page_ps,
             page_ps,
             outstanding: 0,
+            busy_until: Instant(0),
             limit: LIMIT_START_PAGES,
             good: 0,
             halved_at: None,
@@ -102,49 +105,80 @@ impl Device {
         }
     }
 
+    /// Pages outstanding that are not expected to be done yet.
+    pub(super) fn backlog(&self, now: Instant) -> u64 {
+        let left = picoseconds(self.busy_until.since(now));
+        self.outstanding.min(left / self.page_ps.max(1))
+    }
+
     /// When this batch would be done, in picoseconds from now.
-    pub(super) fn expected_ps(&self, request: Request, others: u64) -> u64 {
-        self.expected_at_ps(self.page_ps, request, others)
+    pub(super) fn expected_ps(&self, now: Instant, request: Request, others: u64) -> u64 {
+        let ahead = self.backlog(now).saturating_add(others);
+        self.expected_at_ps(self.page_ps, request, ahead)
     }
 
-    fn expected_at_ps(&self, page_ps: u64, request: Request, others: u64) -> u64 {
-        let pages = self.outstanding.saturating_add(others).saturating_add(request.pages.into());
+    fn expected_at_ps(&self, page_ps: u64, request: Request, ahead: u64) -> u64 {
+        let pages = ahead.saturating_add(request.pages.into());
         let expected = page_ps.saturating_mul(pages).saturating_add(self.latency_ps);
-        let remote = request.node.is_some() && self.node.is_some() && request.node != self.node;
-        if remote { expected.saturating_mul(REMOTE_QUARTERS) / 4 } else { expected }
+        self.of_node(request, expected)
     }
 
-    /// Whether it may be given this batch, if it is to be done within `patience` picoseconds. The
-    /// limit counts batches that wait for each other: it is `times` as high if waiting is allowed.
+    fn of_node(&self, request: Request, time: u64) -> u64 {
+        let remote = request.node.is_some() && self.node.is_some() && request.node != self.node;
+        if remote { time.saturating_mul(REMOTE_QUARTERS) / 4 } else { time }
+    }
+
+    /// How many pages of this batch it may be given, `least` or more, if they are to be done within
+    /// `patience` picoseconds. The limit counts batches that wait for each other: it is `times` as
+    /// high if waiting is allowed.
     pub(super) fn allows(
         &mut self,
         now: Instant,
         request: Request,
+        least: u32,
         others: u64,
         patience_ps: u64,
         times: u64,
-    ) -> bool {
-        let limit = self.limit.saturating_mul(times);
-        let room =
-            self.outstanding == 0 || self.outstanding.saturating_add(request.pages.into()) <= limit;
-        if !room || self.full_until > now {
-            return false;
+    ) -> Option<u32> {
+        if self.full_until > now {
+            return None;
         }
-        if self.expected_ps(request, others) <= patience_ps {
-            return true;
+        let limit = self.limit.saturating_mul(times);
+        let room = match self.outstanding {
+            0 => request.pages.into(),
+            outstanding => limit.saturating_sub(outstanding),
+        };
+        let ahead = self.backlog(now).saturating_add(others);
+        let in_time = self.pages_within(request, patience_ps).saturating_sub(ahead);
+        let pages = room.min(in_time).min(request.pages.into());
+        if let Ok(pages) = u32::try_from(pages)
+            && pages >= least.clamp(1, request.pages)
+        {
+            return Some(pages);
         }
         let page_ps = self.profile_page_ps;
-        let only_its_past = self.expected_at_ps(page_ps, request, others) <= patience_ps;
+        let only_its_past = room >= request.pages.into()
+            && self.expected_at_ps(page_ps, request, ahead) <= patience_ps;
         self.refused = self.refused.saturating_add(u32::from(only_its_past));
         if !only_its_past || self.outstanding > 0 || self.refused < self.probe_after {
-            return false;
+            return None;
         }
         self.refused = 0;
         self.probe_after = (self.probe_after * 2).min(PROBE_BATCHES_MAX);
-        true
+        Some(request.pages)
     }
 
-    pub(super) fn admit(&mut self, pages: u32) {
+    /// How many pages, of everybody, it has done after this time.
+    fn pages_within(&self, request: Request, patience_ps: u64) -> u64 {
+        let page_ps = self.of_node(request, self.page_ps).max(1);
+        patience_ps.saturating_sub(self.of_node(request, self.latency_ps)) / page_ps
+    }
+
+    /// Counts pages as given to it, behind those of `others`.
+    pub(super) fn admit(&mut self, now: Instant, pages: u32, others: u64) {
+        let time = |pages: u64| Duration::from_nanos(self.page_ps.saturating_mul(pages) / 1000);
+        let free = self.busy_until.max(now.after(time(others)));
+        self.busy_until = free.after(time(pages.into()));
         self.outstanding = self.outstanding.saturating_add(pages.into());
     }
 
