@@ -60,6 +60,37 @@ fn hostile_states_are_refused_or_loaded_but_never_break_the_machine() {
 }
 
 #[test]
+fn hostile_states_of_cards_are_refused_or_loaded() {
+    if !has_kvm() {
+        return;
+    }
+    let config = program("fill=1M,ws=1M,rate=1/tick,tick=100us,frames=4/ms", 16, 1);
+    let source = nics::with_cards(&config, &nics::loopbacks(2, 2));
+    source.pause_by_owner().unwrap();
+    source.begin_suspend();
+    source.wait_suspended().unwrap();
+    source.begin_pause();
+    let paused = source.wait_paused().unwrap();
+    let good = source.take_state().unwrap();
+    let cards = nics::as_devices(&nics::loopbacks(2, 2));
+    let factory = Factory::with_devices(FactoryConfig::default(), cards).unwrap();
+    let target = destination(&factory, &source);
+    // The cards are at the end.
+    let without = crate::saved::SavedMachine::decode(&good).unwrap();
+    let cards_at = crate::saved::SavedMachine { nics: None, ..without }.encode().len();
+    let mut chance = Chance(0x1234_5678_9abc_def1);
+    let mut refused = 0;
+    for _ in 0..300 {
+        let damaged = [&good[..cards_at], &chance.damage(&good[cards_at..])].concat();
+        refused += u32::from(target.load_state(&damaged).is_err());
+    }
+    eprintln!("{refused} of 300 damaged states were refused");
+    assert!(refused > 100);
+    target.load_state(&good).expect("the cards still take a good state");
+    source.resume(paused.permit, paused.was);
+}
+
+#[test]
 fn hostile_descriptions_are_refused_or_built() {
     if !has_kvm() {
         return;
