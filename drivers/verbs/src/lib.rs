@@ -30,6 +30,7 @@
 pub mod conformance;
 mod error;
 mod fabric;
+pub mod ibv;
 pub mod soft;
 mod window;
 mod work;

@@ -21,6 +21,7 @@ mod sending;
 mod tests;
 
 pub use handshake::{SoftListener, SoftRequest};
+pub(crate) use queues::timespec;
 pub use regions::SoftRegion;
 
 use crate::error::{PostError, VerbsError};

@@ -424,7 +424,7 @@ pub(super) fn wait_readable(fd: &OwnedFd, limit: Option<Duration>) -> Result<boo
 }
 
 /// As a system call takes it; saturates.
-pub(super) fn timespec(limit: Duration) -> Timespec {
+pub(crate) fn timespec(limit: Duration) -> Timespec {
     Timespec {
         tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(limit.subsec_nanos()),
