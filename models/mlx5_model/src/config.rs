@@ -1,0 +1,101 @@
+//! What kind of device a model is.
+
+use crate::faults::Faults;
+use crate::latency::Latencies;
+use crate::nic::port::Port;
+use martlet_mlx5_abi::capability::device_feature;
+use std::time::Duration;
+
+/// Which signatures the firmware checks. (`cmdif_checksum` of the general capabilities; drivers
+/// sign entries always, mailboxes only when asked to.)
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signatures {
+    /// None.
+    Ignored,
+    /// Those of entries.
+    Entries,
+    /// Those of entries and of mailboxes.
+    All,
+}
+
+/// A kind of device.
+pub struct ModelConfig {
+    /// Virtqueues, at most 1024; as many vectors.
+    pub queues: u16,
+    /// Largest size of a virtqueue, a power of two.
+    pub queue_size_max: u16,
+    /// A suspended queue can be made ready (`freeze_to_rdy_supported`).
+    pub resumable: bool,
+    /// INIT to RDY takes fields along. Firmware as of 2024 ignores them; there is no capability bit
+    /// for it.
+    pub ready_takes_fields: bool,
+    /// Rings may have a key of their own (`desc_group_mkey_supported`).
+    pub ring_keys: bool,
+    /// Features of queues: bits by the numbers of `device_feature`. Segmentation is not modelled.
+    pub features: u16,
+    /// Bytes of each of a queue's three umems: for each entry, and on top.
+    pub umems: [(u32, u32); 3],
+    /// Memory keys at a time.
+    pub keys_max: u32,
+    /// log2 of the longest KLM list.
+    pub log_klm_list_max: u8,
+    /// log2 of the longest memory region.
+    pub log_region_max: u8,
+    /// Pages that the firmware needs to boot.
+    pub boot_pages: u32,
+    /// Pages that it needs on top before INIT_HCA.
+    pub init_pages: u32,
+    /// log2 of the number of command entries.
+    pub log_command_entries: u8,
+    /// From the model's making until its firmware takes commands.
+    pub boot_time: Duration,
+    /// Which signatures are checked.
+    pub signatures: Signatures,
+    /// While a queue is busy its guest is asked not to kick (NO_NOTIFY).
+    pub suppress_kicks: bool,
+    /// The vport's address.
+    pub mac: [u8; 6],
+    /// The vport's MTU.
+    pub mtu: u16,
+    /// For what is random: garbage.
+    pub seed: u64,
+    /// How long commands take.
+    pub latencies: Latencies,
+    /// What goes wrong.
+    pub faults: Faults,
+    /// Where it is plugged in.
+    pub port: Port,
+}
+
+impl Default for ModelConfig {
+    /// A ConnectX-6 Dx function with 64 queues, resumable, whose firmware takes no time and makes no
+    /// mistake, in loopback.
+    fn default() -> ModelConfig {
+        ModelConfig {
+            queues: 64,
+            queue_size_max: 1024,
+            resumable: true,
+            ready_takes_fields: false,
+            ring_keys: true,
+            features: (1 << device_feature::MRG_RXBUF)
+                | (1 << device_feature::CSUM)
+                | (1 << device_feature::GUEST_CSUM),
+            umems: [(64, 4096), (32, 4096), (16, 4096)],
+            keys_max: 1 << 16,
+            log_klm_list_max: 16,
+            log_region_max: 63,
+            boot_pages: 16,
+            init_pages: 64,
+            log_command_entries: 5,
+            boot_time: Duration::ZERO,
+            signatures: Signatures::Entries,
+            suppress_kicks: true,
+            mac: [0x52, 0x54, 0x00, 0x6d, 0x6c, 0x78],
+            mtu: 1500,
+            seed: 1,
+            latencies: Latencies::zero(),
+            faults: Faults::default(),
+            port: Port::Loopback,
+        }
+    }
+}

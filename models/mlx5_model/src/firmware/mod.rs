@@ -1,0 +1,457 @@
+//! The firmware: takes commands from memory, and answers them when their time has come.
+//!
+//! A command's input is read when its doorbell rings, as by a device that is quick to fetch; it
+//! has its effect at the moment of its answer. When that is follows from the doorbell's moment
+//! alone, so a late turn changes nothing but when the driver hears of it.
+
+mod agenda;
+mod answer;
+mod dispatch;
+mod events;
+mod input;
+mod memory;
+mod setup;
+mod tables;
+mod transport;
+mod virtq;
+
+use crate::config::Signatures;
+use crate::faults::{Fault, Faults, Point};
+use crate::latency::{Class, Latencies, Latency};
+use crate::nic::Nic;
+use crate::nic::queue::QueueCounts;
+use agenda::{Agenda, Event};
+use answer::{Answer, Refusal, refuse};
+use events::EventQueues;
+use input::Input;
+use martlet_device_io::BusAddress;
+use martlet_mlx5_abi::event::{EventType, port_change};
+use martlet_mlx5_abi::init_segment::COMMAND_ENTRIES_MAX;
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32};
+use martlet_units::Instant;
+use memory::Umem;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+use transport::{Delivered, ReplyTo};
+use virtq::Virtq;
+
+pub(crate) use setup::LOG_DOORBELL_STRIDE as LOG_VIRTQ_DOORBELL_STRIDE;
+
+/// Where in BAR 0 the virtqueues' doorbells begin.
+pub(crate) const VIRTQ_DOORBELL_OFFSET: u64 = 1 << 20;
+
+/// Pages of doorbells that can be had.
+pub(crate) const UARS_MAX: u32 = 64;
+
+/// log2 of the umems that can be had.
+const LOG_UMEMS_MAX: u8 = 16;
+
+/// log2 of the bytes of a command entry.
+pub(crate) const LOG_COMMAND_STRIDE: u8 = 6;
+
+/// The port of the only vport, as events name it.
+const PORT: u32 = 1;
+
+/// What the firmware is made with.
+pub(crate) struct FirmwareConfig {
+    pub(crate) queues: u16,
+    pub(crate) queue_size_max: u16,
+    pub(crate) resumable: bool,
+    pub(crate) ready_takes_fields: bool,
+    pub(crate) ring_keys: bool,
+    pub(crate) features: u16,
+    pub(crate) umems: [(u32, u32); 3],
+    pub(crate) keys_max: u32,
+    pub(crate) log_klm_list_max: u8,
+    pub(crate) log_region_max: u8,
+    pub(crate) boot_pages: u32,
+    pub(crate) init_pages: u32,
+    pub(crate) command_entries: u32,
+    pub(crate) signatures: Signatures,
+    pub(crate) mac: [u8; 6],
+    pub(crate) mtu: u16,
+    pub(crate) seed: u64,
+    pub(crate) latencies: Latencies,
+    pub(crate) ready_at: Instant,
+}
+
+/// How far the function has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Function {
+    Off,
+    Enabled,
+    Running,
+}
+
+/// A command on its way.
+struct InFlight {
+    opcode: Opcode,
+    reply: ReplyTo,
+    input: Result<Input, DeliveryStatus>,
+    fault: Option<Fault>,
+    wake: Duration,
+}
+
+/// What became of a turn's commands.
+#[derive(Default)]
+struct Finished {
+    /// One bit for each entry.
+    slots: u32,
+    /// When the first of them was done, and its interrupt's delay.
+    first: Option<Instant>,
+}
+
+/// The firmware of one device.
+pub(crate) struct Firmware {
+    config: FirmwareConfig,
+    nic: Arc<Nic>,
+    function: Function,
+    issi: u16,
+    /// The page of command entries, and the high half of a new one.
+    queue: Option<u64>,
+    queue_high: u32,
+    slots: Vec<Option<InFlight>>,
+    agenda: Agenda,
+    /// The exclusive section is free from then on.
+    section_free: Instant,
+    events: EventQueues,
+    interrupt_pending: bool,
+    pages: BTreeSet<u64>,
+    domains: BTreeMap<u32, u32>,
+    uars: BTreeSet<u32>,
+    umems: BTreeMap<u32, Umem>,
+    virtqs: BTreeMap<u32, Virtq>,
+    counters: BTreeMap<u32, QueueCounts>,
+    tables: BTreeMap<u32, Vec<u32>>,
+    table_sizes: BTreeMap<u32, u16>,
+    next_domain: u32,
+    last_object: u32,
+    random: u64,
+    pub(crate) faults: Faults,
+    pub(crate) commands: u64,
+    pub(crate) failed: u64,
+    pub(crate) stray: u64,
+    pub(crate) misaligned_pages: u64,
+}
+
+impl Firmware {
+    pub(crate) fn new(config: FirmwareConfig, faults: Faults, nic: Arc<Nic>) -> Firmware {
+        let random = config.seed;
+        let slots = (0..config.command_entries).map(|_| None).collect();
+        Firmware {
+            config,
+            nic,
+            function: Function::Off,
+            issi: 0,
+            queue: None,
+            queue_high: 0,
+            slots,
+            agenda: Agenda::default(),
+            section_free: Instant(0),
+            events: EventQueues::default(),
+            interrupt_pending: false,
+            pages: BTreeSet::new(),
+            domains: BTreeMap::new(),
+            uars: BTreeSet::new(),
+            umems: BTreeMap::new(),
+            virtqs: BTreeMap::new(),
+            counters: BTreeMap::new(),
+            tables: BTreeMap::new(),
+            table_sizes: BTreeMap::new(),
+            next_domain: 1,
+            last_object: 0,
+            random,
+            faults,
+            commands: 0,
+            failed: 0,
+            stray: 0,
+            misaligned_pages: 0,
+        }
+    }
+
+    /// The high half of the command page's address, and the low half, which takes effect. A new
+    /// page forgets all commands on their way: so a driver that starts over begins.
+    pub(crate) fn set_queue_high(&mut self, high: u32) {
+        self.queue_high = high;
+    }
+
+    /// See [`Firmware::set_queue_high`].
+    pub(crate) fn set_queue_low(&mut self, low: u32) {
+        let at = (u64::from(self.queue_high) << 32) | u64::from(low & !0xfff);
+        if self.queue != Some(at) {
+            self.queue = Some(at);
+            self.agenda.clear();
+            self.slots.iter_mut().for_each(|slot| *slot = None);
+            self.reset();
+            self.function = Function::Off;
+            self.pages.clear();
+        }
+    }
+
+    /// Halves of the command page's address, as a driver reads them back.
+    pub(crate) fn queue_halves(&self) -> (u32, u32) {
+        let at = self.queue.unwrap_or(0);
+        (crate::num::high32(at), crate::num::low32(at))
+    }
+
+    /// The command doorbell: a bit for each entry.
+    pub(crate) fn doorbell(&mut self, entries: u32, now: Instant) {
+        if now < self.config.ready_at {
+            self.stray += u64::from(entries.count_ones());
+            return;
+        }
+        for slot in (0..COMMAND_ENTRIES_MAX).filter(|slot| entries >> slot & 1 == 1) {
+            if self.nic.is_gone() {
+                return;
+            }
+            if !self.pick_up(slot, now) {
+                self.stray += 1;
+            }
+        }
+    }
+
+    /// Takes a command; false if there is none, or its entry is not free.
+    fn pick_up(&mut self, slot: u32, now: Instant) -> bool {
+        let index = crate::num::to_usize(slot);
+        let Some(queue) = self.queue.filter(|_| matches!(self.slots.get(index), Some(None))) else {
+            return false;
+        };
+        let at = queue.checked_add(u64::from(slot) << LOG_COMMAND_STRIDE);
+        let Some(at) = at.map(BusAddress) else { return false };
+        let taken = transport::take(self.nic.bus(), at, self.config.signatures);
+        let Some(Delivered { opcode, input, reply }) = taken else { return false };
+        let class = self.class(opcode, input.as_ref().ok());
+        let fault = self.faults.strike_where(|point: &Point| point.means(opcode, class));
+        let latency = self.config.latencies.get(class);
+        let pages = input.as_ref().map_or(0, |input| self.list_length(input));
+        let flight = InFlight { opcode, reply, input, fault, wake: latency.wake };
+        if let Some(done) = self.plan(&latency, pages, fault, now) {
+            self.agenda.add(done, Event::Done { slot: crate::num::low8(slot) });
+        }
+        if let Some(place) = self.slots.get_mut(index) {
+            *place = Some(flight);
+        }
+        true
+    }
+
+    /// Entries of the page list that a command is about.
+    fn list_length(&self, input: &Input) -> u64 {
+        match input.opcode {
+            Opcode::CREATE_MKEY => input.list_entries(),
+            Opcode::DESTROY_MKEY => self.key_pages(input.object()),
+            _ => 0,
+        }
+    }
+
+    fn class(&self, opcode: Opcode, input: Option<&Input>) -> Class {
+        let object = input.map_or(0, dispatch::object_type_of);
+        let class = Class::of(opcode, object);
+        match (class, opcode, input) {
+            (Class::QueueFields, Opcode::MODIFY_GENERAL_OBJECT, Some(input)) => {
+                self.modify_class(input)
+            }
+            _ => class,
+        }
+    }
+
+    /// When a command is done; `None` for never. Faults that are about the time, or about something
+    /// else than the command, happen here.
+    fn plan(
+        &mut self,
+        latency: &Latency,
+        pages: u64,
+        fault: Option<Fault>,
+        now: Instant,
+    ) -> Option<Instant> {
+        let (mut busy, mut late) = (Duration::ZERO, Duration::ZERO);
+        match fault {
+            Some(Fault::Gone) => {
+                self.nic.remove();
+                return None;
+            }
+            Some(Fault::Slow(time)) => busy = time,
+            Some(Fault::Late(time)) => late = time,
+            Some(Fault::LinkFlap(time)) => {
+                self.set_link(false);
+                self.agenda.add(now.after(time), Event::LinkUp);
+            }
+            Some(Fault::PageRequest(pages)) => self.request_pages(pages),
+            _ => {}
+        }
+        let begin = now.after(latency.pickup).max(self.section_free);
+        self.section_free = begin.after(latency.serial_for(pages) + busy);
+        let done = self.section_free.after(latency.overlap_for(pages) + late);
+        let never = matches!(fault, Some(Fault::Lost { executed: false }));
+        (!never).then_some(done)
+    }
+
+    /// Does everything that is due, and says when something is due next. Whether the driver is to
+    /// be interrupted is found in [`Firmware::take_interrupt`].
+    pub(crate) fn turn(&mut self, now: Instant) -> Option<Instant> {
+        if self.nic.is_gone() {
+            return None;
+        }
+        loop {
+            // Commands that are done at the same time, or since the last turn, share an event.
+            let mut finished = Finished::default();
+            let mut wake = Duration::ZERO;
+            let other = loop {
+                match self.agenda.take_due(now) {
+                    Some((at, Event::Done { slot })) => {
+                        self.complete(slot, at, &mut finished, &mut wake);
+                    }
+                    other => break other,
+                }
+            };
+            self.announce(&finished, wake);
+            match other {
+                Some((_, Event::Interrupt)) => self.interrupt_pending = true,
+                Some((_, Event::LinkUp)) => self.set_link(true),
+                Some((_, Event::Done { .. })) | None if finished.slots == 0 => break,
+                Some((_, Event::Done { .. })) | None => {}
+            }
+        }
+        self.agenda.next()
+    }
+
+    /// Whether the driver has been interrupted since the last call.
+    pub(crate) fn take_interrupt(&mut self) -> bool {
+        std::mem::take(&mut self.interrupt_pending)
+    }
+
+    fn complete(&mut self, slot: u8, at: Instant, finished: &mut Finished, wake: &mut Duration) {
+        let place = self.slots.get_mut(usize::from(slot)).and_then(Option::take);
+        let Some(flight) = place else { return };
+        let length = flight.reply.length();
+        let (delivery, answer) = self.execute(flight.opcode, flight.input, flight.fault, length);
+        self.commands += 1;
+        self.failed += u64::from(delivery != DeliveryStatus::OK || answer.is_err());
+        if flight.fault == Some(Fault::Lost { executed: true }) {
+            return;
+        }
+        let mut output = match answer {
+            Ok(output) => output,
+            Err(Refusal { status, syndrome }) => {
+                zerocopy::IntoBytes::as_bytes(&answer::header(status, syndrome)).to_vec()
+            }
+        };
+        output.resize(length, 0);
+        if flight.fault == Some(Fault::Garbage) {
+            output.iter_mut().skip(8).for_each(|byte| *byte = self.draw());
+        }
+        let wrong_token = flight.fault == Some(Fault::WrongToken);
+        let signatures = self.config.signatures;
+        flight.reply.write(self.nic.bus(), delivery, &output, wrong_token, signatures);
+        match flight.fault {
+            Some(Fault::LostEvent) => {}
+            Some(Fault::LostInterrupt) => self.post_command_event(1 << slot, None),
+            _ => {
+                finished.slots |= 1 << slot;
+                finished.first = finished.first.or(Some(at));
+                *wake = flight.wake;
+            }
+        }
+    }
+
+    /// Tells the driver of commands that are done.
+    fn announce(&mut self, finished: &Finished, wake: Duration) {
+        if let Some(first) = finished.first {
+            self.post_command_event(finished.slots, Some(first.after(wake)));
+        }
+    }
+
+    fn post_command_event(&mut self, slots: u32, interrupt_at: Option<Instant>) {
+        let armed = self.events.post(self.nic.bus(), EventType::COMMAND, |entry| {
+            entry.data0 = U32::new(slots);
+        });
+        if let Some(at) = interrupt_at.filter(|_| armed) {
+            self.agenda.add(at, Event::Interrupt);
+        }
+    }
+
+    /// Does what a command asks for, unless a fault says otherwise.
+    fn execute(
+        &mut self,
+        opcode: Opcode,
+        input: Result<Input, DeliveryStatus>,
+        fault: Option<Fault>,
+        out_bytes: usize,
+    ) -> (DeliveryStatus, Answer) {
+        let nothing = || Ok(Vec::new());
+        match (input, fault) {
+            (_, Some(Fault::Delivery(status))) => (status, nothing()),
+            (Err(status), _) => (status, nothing()),
+            (Ok(_), Some(Fault::Status { status, syndrome })) => {
+                (DeliveryStatus::OK, Err(refuse(status, syndrome)))
+            }
+            (Ok(input), _) => {
+                let answer = self.dispatch(opcode, input, out_bytes);
+                if let Err(refusal) = &answer {
+                    tracing::debug!(%opcode, ?refusal, "a command was refused");
+                }
+                (DeliveryStatus::OK, answer)
+            }
+        }
+    }
+
+    /// A doorbell of event queues.
+    pub(crate) fn event_doorbell(&mut self, uar: u32, value: u32, arm: bool) {
+        if self.uars.contains(&uar) {
+            self.interrupt_pending |= self.events.doorbell(uar, value, arm);
+        }
+    }
+
+    /// Takes the link up or down, and tells so if that is a change.
+    pub(crate) fn set_link(&mut self, up: bool) {
+        if self.nic.is_up() == up {
+            return;
+        }
+        self.nic.set_link(up);
+        let sub_type = if up { port_change::ACTIVE } else { port_change::DOWN };
+        self.interrupt_pending |=
+            self.events.post(self.nic.bus(), EventType::PORT_CHANGE, |entry| {
+                entry.sub_type = sub_type;
+                entry.data2 = U32::new(PORT << 28);
+            });
+    }
+
+    /// Pages of the host that it has.
+    pub(crate) fn page_count(&self) -> u64 {
+        crate::num::to_u64(self.pages.len())
+    }
+
+    /// Events that found their queue full.
+    pub(crate) fn events_lost(&self) -> u64 {
+        self.events.lost
+    }
+
+    /// Forgets all objects; as TEARDOWN_HCA does.
+    fn reset(&mut self) {
+        self.nic.reset();
+        self.events.clear();
+        self.domains.clear();
+        self.uars.clear();
+        self.umems.clear();
+        self.virtqs.clear();
+        self.counters.clear();
+        self.tables.clear();
+        self.table_sizes.clear();
+        self.issi = 0;
+    }
+
+    /// A number for a new object; numbers are not used twice.
+    fn next_object(&mut self) -> u32 {
+        self.last_object = (self.last_object + 1) & 0x00ff_ffff;
+        self.last_object
+    }
+
+    /// A random byte (SplitMix64).
+    fn draw(&mut self) -> u8 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        crate::num::low8(crate::num::high32(z))
+    }
+}
+
+const _: () = assert!(CommandStatus::OK.0 == 0, "a zeroed header is a good one");

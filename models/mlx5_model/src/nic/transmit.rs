@@ -1,0 +1,433 @@
+//! Frames on their way out of transmit queues, and in from a tap.
+
+use super::Nic;
+use super::frame::{self, Gathered, Placed, Scratch};
+use super::port::Port;
+use super::queue::{Queue, QueueState, Work, direction_of};
+use super::ring::{Direction, RingError};
+use super::tap::{Tap, TapFull};
+use super::view::Reach;
+use crate::stats;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Frames of one queue before the next one has its turn.
+const BUDGET: u32 = 64;
+
+/// What ended a turn of a transmit queue.
+#[derive(Clone, Copy)]
+enum End {
+    /// No frame is left.
+    Empty,
+    /// More frames, but it is others' turn.
+    Budget,
+    /// The port takes none at the moment.
+    Blocked,
+    /// The queue itself is broken.
+    Broken(RingError),
+}
+
+/// Frames that passed in one turn.
+#[derive(Default)]
+struct Passed {
+    sent: u64,
+    received: u64,
+    dropped: u64,
+    /// Vectors that the guests want fired; they are, when no lock is held.
+    sender: Option<u16>,
+    receiver: Option<u16>,
+}
+
+impl Nic {
+    /// Looks at every queue that has something to be looked at; whether a frame passed. Does
+    /// nothing if another thread is at it.
+    pub(crate) fn step(&self) -> bool {
+        let Ok(mut scratch) = self.scratch.try_lock() else { return false };
+        let mut worked = false;
+        self.pending.take(|index| {
+            if !self.is_gone() {
+                worked |= match direction_of(index) {
+                    Direction::Transmit => self.transmit(index, &mut scratch),
+                    Direction::Receive => false,
+                };
+            }
+        });
+        if let Port::Tap(tap) = &self.port
+            && !self.is_gone()
+        {
+            worked |= self.receive_from(tap, &mut scratch);
+        }
+        worked
+    }
+
+    /// Looks at the queues whose guest was asked not to kick; whether a frame passed.
+    pub(crate) fn look_at_hot(&self) -> bool {
+        let Ok(mut scratch) = self.scratch.try_lock() else { return false };
+        let mut worked = false;
+        self.hot.look(|index| {
+            if !self.is_gone() {
+                worked |= self.transmit(index, &mut scratch);
+            }
+        });
+        worked
+    }
+
+    fn transmit(&self, index: u16, scratch: &mut Scratch) -> bool {
+        let Some(tx) = self.queue(index) else {
+            self.hot.clear(index);
+            return false;
+        };
+        match &self.port {
+            Port::Loopback => self.transmit_to(self, &tx, scratch),
+            Port::Wire(end) => match end.other() {
+                Some(other) => self.transmit_to(&other, &tx, scratch),
+                None => self.block(index),
+            },
+            Port::Tap(tap) => self.transmit_to_tap(tap, &tx, scratch),
+        }
+    }
+
+    /// Frames stay in the ring until the port takes them.
+    fn block(&self, index: u16) -> bool {
+        self.hot.clear(index);
+        self.blocked.set(index);
+        false
+    }
+
+    fn transmit_to(&self, other: &Nic, tx: &Arc<Queue>, scratch: &mut Scratch) -> bool {
+        // First blocked, then looked: who makes room afterwards finds it here.
+        self.blocked.set(tx.index);
+        let receiver = other.receiver(tx.index / 2);
+        let up = self.is_up() && other.is_up() && !other.is_gone();
+        let Some(rx) = receiver.filter(|_| up) else { return self.block(tx.index) };
+        if self.uid == other.uid {
+            let keys = self.keys();
+            let reach = Reach { bus: &*self.bus, keys: &keys };
+            return self.run(other, tx, &rx, (reach, reach), scratch);
+        }
+        // Two devices that send to each other take each other's keys in the same order.
+        let (low, high) = if self.uid < other.uid { (self, other) } else { (other, self) };
+        let (low_keys, high_keys) = (low.keys(), high.keys());
+        let low_reach = Reach { bus: &*low.bus, keys: &low_keys };
+        let high_reach = Reach { bus: &*high.bus, keys: &high_keys };
+        let reach =
+            if self.uid < other.uid { (low_reach, high_reach) } else { (high_reach, low_reach) };
+        self.run(other, tx, &rx, reach, scratch)
+    }
+
+    fn run(
+        &self,
+        other: &Nic,
+        tx: &Queue,
+        rx: &Queue,
+        (tx_reach, rx_reach): (Reach<'_>, Reach<'_>),
+        scratch: &mut Scratch,
+    ) -> bool {
+        let mut tx_work = tx.lock();
+        if tx_work.state != QueueState::Ready {
+            self.blocked.clear(tx.index);
+            self.hot.clear(tx.index);
+            return false;
+        }
+        let mut rx_work = rx.lock();
+        let mut passed = Passed::default();
+        let mut end = self.move_frames(
+            (&mut tx_work, tx_reach),
+            (other, rx, &mut rx_work, rx_reach),
+            &mut passed,
+            scratch,
+        );
+        // Buffers are given to the receiver before the sender gets its own back: the port has the
+        // frame then.
+        other.finish(rx, &mut rx_work, rx_reach, &mut passed.receiver);
+        drop(rx_work);
+        self.finish(tx, &mut tx_work, tx_reach, &mut passed.sender);
+        if tx_work.state == QueueState::Error {
+            end = End::Empty;
+        }
+        self.settle(tx, &mut tx_work, tx_reach, end, passed.sent > 0);
+        drop(tx_work);
+        self.count(&passed);
+        if passed.received > 0 {
+            stats::add(&other.counters.received, passed.received);
+            other.counters.served(other.clock.now());
+        }
+        self.interrupt(passed.sender);
+        other.interrupt(passed.receiver);
+        passed.sent + passed.dropped > 0
+    }
+
+    fn move_frames(
+        &self,
+        (tx, tx_reach): (&mut Work, Reach<'_>),
+        (other, rx_queue, rx, rx_reach): (&Nic, &Queue, &mut Work, Reach<'_>),
+        passed: &mut Passed,
+        scratch: &mut Scratch,
+    ) -> End {
+        for _ in 0..BUDGET {
+            match tx.ring.waiting(tx_reach) {
+                Ok(0) => return End::Empty,
+                Ok(_) => {}
+                Err(error) => return End::Broken(error),
+            }
+            if rx.state != QueueState::Ready {
+                return End::Blocked;
+            }
+            let head = match frame::gather(tx, tx_reach, scratch) {
+                Ok(Gathered::Frame { head }) => head,
+                Ok(Gathered::Rubbish { head }) => {
+                    tx.counts.invalid_buffers += 1;
+                    take(tx, head, passed);
+                    continue;
+                }
+                Err(error) => return End::Broken(error),
+            };
+            match other.place(rx, rx_reach, scratch) {
+                Ok(Placed::Done) => {
+                    tx.ring.use_chain(head, 0);
+                    tx.counts.received_descriptors += 1;
+                    passed.sent += 1;
+                    passed.received += 1;
+                }
+                Ok(Placed::TooSmall) => {
+                    rx.counts.invalid_buffers += 1;
+                    take(tx, head, passed);
+                }
+                Ok(Placed::NoBuffers) => return End::Blocked,
+                Err(error) => {
+                    other.fail(rx_queue, rx, error);
+                    return End::Blocked;
+                }
+            }
+            if tx.ring.is_full_of_used() || rx.ring.is_full_of_used() {
+                other.finish(rx_queue, rx, rx_reach, &mut passed.receiver);
+                if let Err(error) = tx.publish(tx_reach, &mut passed.sender) {
+                    return End::Broken(error);
+                }
+            }
+        }
+        End::Budget
+    }
+
+    /// Places a frame; when buffers are missing, asks the guest to kick for new ones and looks once
+    /// more.
+    fn place(
+        &self,
+        rx: &mut Work,
+        reach: Reach<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Placed, RingError> {
+        let placed = frame::place(rx, reach, scratch)?;
+        if placed != Placed::NoBuffers {
+            if placed == Placed::Done && self.suppress_kicks {
+                rx.ring.set_quiet(reach, true)?;
+            }
+            return Ok(placed);
+        }
+        rx.ring.set_quiet(reach, false)?;
+        rx.ring.look(reach)?;
+        frame::place(rx, reach, scratch)
+    }
+
+    /// Publishes what a queue has used; if the guest wants to be interrupted, the vector is noted.
+    fn finish(&self, queue: &Queue, work: &mut Work, reach: Reach<'_>, fire: &mut Option<u16>) {
+        if work.state != QueueState::Ready {
+            // What it wrote before it broke is dirty all the same.
+            let _ = work.ring.view.flush_log(reach);
+        } else if let Err(error) = work.publish(reach, fire) {
+            self.fail(queue, work, error);
+        }
+    }
+
+    /// Decides when a transmit queue is looked at again.
+    fn settle(&self, tx: &Queue, work: &mut Work, reach: Reach<'_>, end: End, worked: bool) {
+        let settled = match end {
+            End::Blocked => {
+                // It is in `blocked` already, and may have been taken out since: then it is
+                // pending.
+                self.hot.clear(tx.index);
+                Ok(())
+            }
+            End::Budget => {
+                self.blocked.clear(tx.index);
+                self.pending.set(tx.index);
+                Ok(())
+            }
+            End::Empty => {
+                self.blocked.clear(tx.index);
+                self.idle(tx, work, reach, worked)
+            }
+            End::Broken(error) => Err(error),
+        };
+        if let Err(error) = settled {
+            self.blocked.clear(tx.index);
+            self.fail(tx, work, error);
+        }
+        if work.state != QueueState::Ready {
+            self.hot.clear(tx.index);
+        }
+    }
+
+    /// An empty queue is looked at some more times without kicks, then its guest has to kick.
+    fn idle(
+        &self,
+        tx: &Queue,
+        work: &mut Work,
+        reach: Reach<'_>,
+        worked: bool,
+    ) -> Result<(), RingError> {
+        if work.state != QueueState::Ready {
+            return Ok(());
+        }
+        let patience = if self.suppress_kicks { self.patience.load(Ordering::Relaxed) } else { 0 };
+        work.idle_looks = if worked { 0 } else { work.idle_looks.saturating_add(1) };
+        if patience > 0 && (worked || (self.hot.has(tx.index) && work.idle_looks <= patience)) {
+            work.ring.set_quiet(reach, true)?;
+            self.hot.set(tx.index);
+            return Ok(());
+        }
+        self.hot.clear(tx.index);
+        if work.ring.is_quiet() {
+            work.ring.set_quiet(reach, false)?;
+            if work.ring.look(reach)? > 0 {
+                self.pending.set(tx.index);
+            }
+        }
+        Ok(())
+    }
+
+    fn count(&self, passed: &Passed) {
+        if passed.dropped > 0 {
+            stats::add(&self.counters.dropped, passed.dropped);
+        }
+        if passed.sent > 0 {
+            stats::add(&self.counters.sent, passed.sent);
+            self.counters.served(self.clock.now());
+        }
+    }
+
+    fn interrupt(&self, vector: Option<u16>) {
+        if let Some(vector) = vector {
+            self.vectors.fire(vector, &self.counters.interrupts);
+        }
+    }
+
+    fn transmit_to_tap(&self, tap: &Tap, tx: &Queue, scratch: &mut Scratch) -> bool {
+        self.blocked.set(tx.index);
+        let keys = self.keys();
+        let reach = Reach { bus: &*self.bus, keys: &keys };
+        let mut work = tx.lock();
+        if work.state != QueueState::Ready || !self.is_up() {
+            self.hot.clear(tx.index);
+            return false;
+        }
+        let mut passed = Passed::default();
+        let end = Nic::move_to_tap(tap, &mut work, reach, &mut passed, scratch);
+        self.finish(tx, &mut work, reach, &mut passed.sender);
+        self.settle(tx, &mut work, reach, end, passed.sent > 0);
+        drop(work);
+        self.count(&passed);
+        self.interrupt(passed.sender);
+        passed.sent + passed.dropped > 0
+    }
+
+    fn move_to_tap(
+        tap: &Tap,
+        tx: &mut Work,
+        reach: Reach<'_>,
+        passed: &mut Passed,
+        scratch: &mut Scratch,
+    ) -> End {
+        for _ in 0..BUDGET {
+            match tx.ring.waiting(reach) {
+                Ok(0) => return End::Empty,
+                Ok(_) => {}
+                Err(error) => return End::Broken(error),
+            }
+            let head = match frame::gather(tx, reach, scratch) {
+                Ok(Gathered::Frame { head }) => head,
+                Ok(Gathered::Rubbish { head }) => {
+                    tx.counts.invalid_buffers += 1;
+                    take(tx, head, passed);
+                    continue;
+                }
+                Err(error) => return End::Broken(error),
+            };
+            match tap.send(&mut scratch.frame) {
+                Ok(()) => {
+                    tx.ring.use_chain(head, 0);
+                    tx.counts.received_descriptors += 1;
+                    passed.sent += 1;
+                }
+                Err(TapFull) => return End::Blocked,
+            }
+        }
+        End::Budget
+    }
+
+    /// Frames from a tap go to the receive queues by their flow. What finds no buffer waits.
+    fn receive_from(&self, tap: &Tap, scratch: &mut Scratch) -> bool {
+        let mut received = 0;
+        while received < u64::from(BUDGET) && self.is_up() {
+            let Some(flow) = tap.receive(&mut scratch.frame) else { break };
+            if !self.deliver(flow, scratch) {
+                tap.put_back(&scratch.frame, flow);
+                break;
+            }
+            received += 1;
+        }
+        received > 0
+    }
+
+    fn deliver(&self, flow: u16, scratch: &mut Scratch) -> bool {
+        let Some(rx) = self.receiver(flow) else { return false };
+        let keys = self.keys();
+        let reach = Reach { bus: &*self.bus, keys: &keys };
+        let mut work = rx.lock();
+        if work.state != QueueState::Ready {
+            return false;
+        }
+        let placed = self.place(&mut work, reach, scratch);
+        match placed {
+            Ok(Placed::Done) => {
+                let mut fire = None;
+                self.finish(&rx, &mut work, reach, &mut fire);
+                drop(work);
+                stats::add(&self.counters.received, 1);
+                self.counters.served(self.clock.now());
+                self.interrupt(fire);
+                true
+            }
+            Ok(Placed::TooSmall) => {
+                work.counts.invalid_buffers += 1;
+                stats::add(&self.counters.dropped, 1);
+                true
+            }
+            Ok(Placed::NoBuffers) => false,
+            Err(error) => {
+                self.fail(&rx, &mut work, error);
+                false
+            }
+        }
+    }
+}
+
+/// Takes something that goes nowhere.
+fn take(tx: &mut Work, head: u16, passed: &mut Passed) {
+    tx.ring.use_chain(head, 0);
+    tx.counts.received_descriptors += 1;
+    passed.dropped += 1;
+}
+
+impl Work {
+    /// Publishes what was used; if the guest wants to be interrupted, the vector is noted.
+    fn publish(&mut self, reach: Reach<'_>, fire: &mut Option<u16>) -> Result<(), RingError> {
+        let before = self.ring.published();
+        if self.ring.publish(reach)? {
+            *fire = self.vector;
+        }
+        let published = self.ring.published().wrapping_sub(before);
+        self.counts.completed_descriptors += u64::from(published);
+        Ok(())
+    }
+}

@@ -1,0 +1,140 @@
+//! The page list of a direct key, as runs where pages follow each other.
+//!
+//! A key of 1 GiB in pages of 4 KiB has 262144 entries, and 256 GiB of guest memory have 64 M of
+//! them for each device. Real hardware keeps them in host memory that the driver gave; the model
+//! keeps runs, which are few unless memory is scattered page by page.
+
+use crate::num::{low32, to_u64};
+use martlet_device_io::BusAddress;
+
+/// Bits of an entry that say something else than the address: rights, which vDPA leaves 0 and which
+/// only count for paged access.
+const FLAG_BITS: u64 = 0x7;
+
+/// A list of pages of equal size.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    log: u32,
+    count: u32,
+    misaligned: u32,
+    /// First page of each run, by its number, and where it is. In order.
+    runs: Vec<(u32, u64)>,
+}
+
+impl Pages {
+    /// An empty list of pages of `1 << log` bytes; `None` if there are no such pages.
+    pub(crate) fn new(log: u32) -> Option<Pages> {
+        (log < u64::BITS).then_some(Pages { log, count: 0, misaligned: 0, runs: Vec::new() })
+    }
+
+    /// How many pages it has.
+    pub(crate) fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// How many of them do not lie at a multiple of their size. They are taken as they are; not all
+    /// hardware may do so.
+    pub(crate) fn misaligned(&self) -> u32 {
+        self.misaligned
+    }
+
+    /// Their length in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.count).saturating_mul(self.page())
+    }
+
+    fn page(&self) -> u64 {
+        1 << self.log
+    }
+
+    /// The part of an address inside of its page.
+    pub(crate) fn inside(&self, at: u64) -> u64 {
+        at & (self.page() - 1)
+    }
+
+    /// Appends pages as the device's list has them: big-endian words.
+    pub(crate) fn extend(&mut self, bytes: &[u8]) {
+        let (words, _) = bytes.as_chunks::<8>();
+        let mut left = words;
+        while let Some((first, later)) = left.split_first() {
+            let at = u64::from_be_bytes(*first) & !FLAG_BITS;
+            if self.expected() != Some(at) {
+                self.runs.push((self.count, at));
+            }
+            // The rest of the run, in a tight loop: most lists are few runs.
+            let mut next = at;
+            let run = later.iter().take_while(|word| {
+                next = next.wrapping_add(self.page());
+                u64::from_be_bytes(**word) & !FLAG_BITS == next
+            });
+            let more = run.count();
+            self.misaligned += if self.inside(at) == 0 { 0 } else { low32(to_u64(more + 1)) };
+            self.count = self.count.saturating_add(low32(to_u64(more + 1)));
+            left = later.get(more..).unwrap_or_default();
+        }
+    }
+
+    /// Where the next page would continue the last run.
+    fn expected(&self) -> Option<u64> {
+        let (first, at) = self.runs.last()?;
+        Some(at.wrapping_add(u64::from(self.count - first).wrapping_mul(self.page())))
+    }
+
+    /// Drops the padding behind the pages that are used, and gives memory back that was kept for
+    /// growing.
+    pub(crate) fn finish(&mut self) {
+        self.runs.shrink_to_fit();
+    }
+
+    /// Drops pages behind the first `count`: a list is padded.
+    pub(crate) fn truncate(&mut self, count: u32) {
+        self.count = self.count.min(count);
+        self.runs.retain(|(first, _)| *first < count);
+    }
+
+    /// Bytes before `offset` and from it on that lie next to each other, and where it is.
+    pub(crate) fn find(&self, offset: u64) -> Option<(u64, u64, BusAddress)> {
+        let page = u32::try_from(offset >> self.log).ok().filter(|page| *page < self.count)?;
+        let after = self.runs.partition_point(|(first, _)| *first <= page);
+        let (first, at) = *self.runs.get(after.checked_sub(1)?)?;
+        let end = self.runs.get(after).map_or(self.count, |(next, _)| *next);
+        let before = offset - (u64::from(first) << self.log);
+        let left = (u64::from(end - first) << self.log).checked_sub(before)?;
+        Some((before, left, BusAddress(at.checked_add(before)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(entries: &[u64]) -> Vec<u8> {
+        entries.iter().flat_map(|at| at.to_be_bytes()).collect()
+    }
+
+    #[test]
+    fn pages_that_follow_each_other_are_one_run() {
+        let mut pages = Pages::new(12).unwrap();
+        pages.extend(&bytes(&[0x1000, 0x2000, 0x9000, 0xa000, 0x3000]));
+        assert_eq!(pages.runs.len(), 3);
+        assert_eq!(pages.find(0), Some((0, 0x2000, BusAddress(0x1000))));
+        assert_eq!(pages.find(0x1fff), Some((0x1fff, 1, BusAddress(0x2fff))));
+        assert_eq!(pages.find(0x2010), Some((0x10, 0x1ff0, BusAddress(0x9010))));
+        assert_eq!(pages.find(0x4fff), Some((0xfff, 1, BusAddress(0x3fff))));
+        assert_eq!(pages.find(0x5000), None);
+        pages.truncate(3);
+        assert_eq!(pages.find(0x2010), Some((0x10, 0xff0, BusAddress(0x9010))));
+        assert_eq!(pages.find(0x3000), None);
+    }
+
+    #[test]
+    fn a_list_may_come_in_parts() {
+        let mut pages = Pages::new(12).unwrap();
+        for at in [0x1000_u64, 0x2000, 0x3000, 0x4008] {
+            pages.extend(&bytes(&[at]));
+        }
+        assert_eq!((pages.count(), pages.runs.len(), pages.misaligned()), (4, 2, 1));
+        assert_eq!(pages.bytes(), 0x4000);
+        assert!(Pages::new(64).is_none());
+    }
+}
