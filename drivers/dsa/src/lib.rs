@@ -1,1 +1,64 @@
-//! The Intel DSA driver: discovery, submission, batches, the CPU as the answer to every failure.
+//! The driver of the Intel Data Streaming Accelerator: finds zero pages, and does a few other
+//! things that a migration wants of memory, while the CPU sends.
+//!
+//! ```text
+//! find      what /sys/bus/dsa says: devices, work queues, their limits
+//! open      a work queue's portal by mmap (ENQCMD, MOVDIR64B), or its device file by write()
+//! WorkQueue descriptors in, with tries and credits
+//! Gate      who may offload how much: the migration's policy, and tokens between processes
+//! ZeroEngine  which of these pages are zero: one for each channel, two jobs deep
+//! StableCopy, DeltaEncoder, Destination   copies with CRC, deltas, fills
+//! ```
+//!
+//! **Every question has one right answer, and the CPU always knows it.** A full queue, an error, a
+//! page that is not mapped, a device that is late or gone: in each case the pages in question are
+//! checked by the CPU, with the check that the caller gives. No result is ever missing or guessed.
+//!
+//! **The device may write to memory late.** A batch whose deadline passed stays in quarantine: its
+//! descriptors and records are not used again before the device has been heard of, or drained, and
+//! if that never happens they are never freed. The deadline is paid once: everything else that waits
+//! for the same queue is given up with it, and the queue gets nothing more until it is heard of.
+//!
+//! **No thread polls.** Who collects a job looks whether it is done, spins shortly, and then waits
+//! where [`CompletionWait`] says: UMWAIT and short sleeps on hardware, a model's seat in tests.
+//! After construction nothing allocates.
+//!
+//! Addresses are the process's own where the device has its address space (SVA), and whatever
+//! [`Dma::pin`](martlet_device_io::Dma::pin) says otherwise.
+
+mod buffer;
+mod cpu;
+mod delta;
+mod destination;
+mod drain;
+mod error;
+mod find;
+mod gate;
+mod instructions;
+mod memory;
+mod open;
+mod operate;
+mod process_memory;
+mod queue;
+mod range;
+mod slots;
+mod stable_copy;
+mod tokens;
+mod wait;
+mod zero;
+
+pub use cpu::{CpuCheck, crc32c};
+pub use delta::{DeltaEncoder, Encoded};
+pub use destination::{ApplyError, Destination};
+pub use error::{FindError, OpenError, Unsettled};
+pub use find::{Device, Group, Mode, Queue, QueueName, find, find_queue};
+pub use gate::{Ask, Gate, Grant, Latency, OpenGate, Outcome};
+pub use instructions::Instructions;
+pub use memory::{PageRun, SharedMemory};
+pub use open::{Opened, Submitter, open};
+pub use process_memory::ProcessMemory;
+pub use queue::{QueueLimits, WorkQueue};
+pub use stable_copy::{Copied, StableCopy};
+pub use tokens::{TokenError, Tokens};
+pub use wait::{CompletionWait, HostWait, SeatWait, StatusByte};
+pub use zero::{EngineConfig, JOB_PAGES_MAX, JOBS, Stats, ZeroEngine, ZeroPages};

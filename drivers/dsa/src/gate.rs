@@ -1,0 +1,114 @@
+//! Who may give how much to which device.
+
+use martlet_units::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A batch that an engine would like to offload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ask {
+    /// Its length.
+    pub pages: u32,
+    /// The NUMA node of the memory, as the engine was told.
+    pub node: Option<u16>,
+    /// Which channel asks, as the engine was told.
+    pub channel: u16,
+}
+
+/// Leave to offload one batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "every grant is finished once"]
+pub struct Grant {
+    /// To which of the engine's queues.
+    pub queue: usize,
+    /// How often a full queue may be tried.
+    pub tries: u32,
+    /// The batch's length.
+    pub pages: u32,
+    /// Pages that were outstanding on the device before it; the gate's own business.
+    pub ahead: u64,
+    /// When it was granted.
+    pub at: Instant,
+}
+
+/// How long a batch took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Latency {
+    /// The engine waited for it.
+    Measured(Duration),
+    /// It was done already when the engine looked.
+    AtMost(Duration),
+}
+
+/// What became of a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The device answered.
+    Completed {
+        /// How long it took.
+        latency: Latency,
+        /// Pages that were not mapped, which the CPU checked.
+        faulted: u32,
+    },
+    /// The queue was full at every try.
+    Rejected,
+    /// No answer by the deadline, or the queue had been given up for another batch's.
+    TimedOut,
+    /// The device answered with an error.
+    Failed,
+    /// There is no device any more.
+    Gone,
+}
+
+/// The policy's place in the driver: asked before each batch and told what became of it. Called
+/// once for each batch of many pages; never blocks.
+pub trait Gate: Send + Sync {
+    /// Whether a batch may be offloaded; `None` for the CPU.
+    fn admit(&self, now: Instant, ask: Ask) -> Option<Grant>;
+
+    /// A grant is used up.
+    fn finish(&self, now: Instant, grant: Grant, outcome: Outcome);
+
+    /// A queue that had timed out has answered after all.
+    fn heard(&self, now: Instant, queue: usize);
+
+    /// The CPU checked pages.
+    fn cpu(&self, pages: u32, time: Duration);
+}
+
+/// A gate that is always open, to the queue with the least outstanding. For tests and benchmarks:
+/// it does not care how long anything takes.
+#[derive(Debug)]
+pub struct OpenGate {
+    outstanding: Vec<AtomicU64>,
+    tries: u32,
+}
+
+impl OpenGate {
+    /// To this many queues, each tried this often.
+    pub fn new(queues: usize, tries: u32) -> OpenGate {
+        let outstanding = (0..queues).map(|_| AtomicU64::new(0)).collect();
+        OpenGate { outstanding, tries }
+    }
+}
+
+impl Gate for OpenGate {
+    fn admit(&self, now: Instant, ask: Ask) -> Option<Grant> {
+        // Relaxed: a count, which orders nothing.
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let (queue, count) =
+            self.outstanding.iter().enumerate().min_by_key(|(_, count)| load(count))?;
+        let ahead = count.fetch_add(ask.pages.into(), Ordering::Relaxed);
+        Some(Grant { queue, tries: self.tries, pages: ask.pages, ahead, at: now })
+    }
+
+    fn finish(&self, _now: Instant, grant: Grant, _outcome: Outcome) {
+        if let Some(count) = self.outstanding.get(grant.queue) {
+            count.fetch_sub(grant.pages.into(), Ordering::Relaxed);
+        }
+    }
+
+    fn heard(&self, _now: Instant, _queue: usize) {}
+
+    fn cpu(&self, _pages: u32, _time: Duration) {}
+}
