@@ -1,0 +1,430 @@
+//! Two NICs and the link, moved by events.
+
+use crate::pair::{End, State};
+use crate::params::Params;
+use crate::region::{Access, Key, Regions};
+use crate::work::{
+    Completion, Fault, Memory, Operation, PairId, Point, PostError, Request, Side, Status,
+};
+use martlet_fault_plan::FaultPlan;
+use martlet_units::Instant;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Duration;
+
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// A side's port looks for something to send.
+    Port(Side),
+    /// A segment comes to the peer's memory.
+    Arrive(Segment),
+    /// A request of this side is acknowledged.
+    Acknowledge(Side, PairId, u64),
+    /// A write with immediate data is tried again.
+    Retry(Side, PairId),
+    /// A request of this side fails; all before it are done by then.
+    Fail(Side, PairId, u64, u32),
+}
+
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Segment {
+    from: Side,
+    pair: PairId,
+    number: u64,
+    to: u64,
+    key: u32,
+    length: u64,
+    bytes: Vec<u8>,
+}
+
+#[derive(Debug, Default)]
+struct Nic {
+    regions: Regions,
+    /// The wire is busy until then.
+    busy: Instant,
+    /// Its next look is scheduled for then.
+    looks: Option<Instant>,
+    next_pair: usize,
+}
+
+#[derive(Debug)]
+struct Pair {
+    ends: [End; 2],
+    skew: Duration,
+}
+
+/// Two NICs, A and B, joined by a link.
+#[derive(Debug)]
+pub struct Network {
+    params: Params,
+    now: Instant,
+    nics: [Nic; 2],
+    pairs: Vec<Pair>,
+    events: BinaryHeap<Reverse<(Instant, u64, Event)>>,
+    order: u64,
+    chance: u64,
+    faults: FaultPlan<Point, Fault>,
+    is_cut: bool,
+}
+
+impl Network {
+    /// A network at time 0. `seed` decides everything that is left to chance.
+    pub fn new(params: Params, seed: u64, faults: FaultPlan<Point, Fault>) -> Network {
+        Network {
+            params,
+            now: Instant(0),
+            nics: [Nic::default(), Nic::default()],
+            pairs: Vec::new(),
+            events: BinaryHeap::new(),
+            order: 0,
+            chance: seed,
+            faults,
+            is_cut: false,
+        }
+    }
+
+    /// Its constants.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// Connects two queue pairs with so many send slots each.
+    pub fn connect(&mut self, slots: usize) -> PairId {
+        let skew = self.up_to(self.params.skew);
+        self.pairs.push(Pair { ends: [End::new(slots), End::new(slots)], skew });
+        PairId(self.pairs.len() - 1)
+    }
+
+    /// Registers memory. Takes no time here: whoever calls spends [`Params::register_time`] first.
+    pub fn register(&mut self, side: Side, address: u64, bytes: u64, access: Access) -> Key {
+        self.nics[side.place()].regions.register(address, bytes, access)
+    }
+
+    /// Takes a key back; false if there is none such. Nothing is written or read by it any more.
+    pub fn deregister(&mut self, side: Side, key: Key) -> bool {
+        self.nics[side.place()].regions.deregister(key)
+    }
+
+    /// Bytes registered on a side.
+    pub fn registered_bytes(&self, side: Side) -> u64 {
+        self.nics[side.place()].regions.bytes()
+    }
+
+    /// How many regions of this side its peer could write now: none if every queue pair of this
+    /// side is down.
+    pub fn writable_by_peer(&self, side: Side) -> usize {
+        let any_up = self.pairs.iter().any(|pair| pair.ends[side.place()].state == State::Up);
+        if any_up { self.nics[side.place()].regions.remote_writable() } else { 0 }
+    }
+
+    /// Posts requests of one side, in order.
+    pub fn post(
+        &mut self,
+        side: Side,
+        pair: PairId,
+        now: Instant,
+        list: &[Request],
+    ) -> Result<(), PostError> {
+        let end = &mut self.pairs[pair.0].ends[side.place()];
+        for (posted, request) in list.iter().enumerate() {
+            if end.state == State::Closed {
+                return Err(PostError::Closed);
+            }
+            if !end.has_slot() {
+                return Err(PostError::Full(posted));
+            }
+            end.post(*request, now);
+        }
+        self.look(side, now.after(self.params.doorbell));
+        Ok(())
+    }
+
+    /// Posts receives for the peer's writes with immediate data.
+    pub fn post_receives(&mut self, side: Side, pair: PairId, count: usize) {
+        self.pairs[pair.0].ends[side.place()].receives += count;
+    }
+
+    /// Takes a completion of one side.
+    pub fn poll(&mut self, side: Side, pair: PairId) -> Option<Completion> {
+        self.pairs[pair.0].ends[side.place()].poll()
+    }
+
+    /// Closes one end: what it posted is flushed, what comes is dropped. The peer is not told.
+    pub fn close(&mut self, side: Side, pair: PairId) {
+        self.pairs[pair.0].ends[side.place()].close();
+    }
+
+    /// The link breaks, for ever. Nobody is told.
+    pub fn cut(&mut self) {
+        self.is_cut = true;
+    }
+
+    /// When something happens next.
+    pub fn next_event(&self) -> Option<Instant> {
+        self.events.peek().map(|Reverse((at, ..))| *at)
+    }
+
+    /// Lets everything happen that is due.
+    pub fn advance(&mut self, now: Instant, memory: &mut dyn Memory) {
+        while let Some(Reverse((at, ..))) = self.events.peek() {
+            if *at > now {
+                break;
+            }
+            let Some(Reverse((at, _, event))) = self.events.pop() else { break };
+            self.now = self.now.max(at);
+            match event {
+                Event::Port(side) => self.on_port(side, memory),
+                Event::Arrive(segment) => self.on_arrival(segment, memory),
+                Event::Acknowledge(side, pair, number) => {
+                    let end = &mut self.pairs[pair.0].ends[side.place()];
+                    while end.state == State::Up && end.oldest <= number {
+                        end.complete_oldest();
+                    }
+                }
+                Event::Retry(side, pair) => {
+                    self.pairs[pair.0].ends[side.place()].is_stalled = false;
+                    self.process(side, pair);
+                }
+                Event::Fail(side, pair, number, status) => {
+                    let end = &mut self.pairs[pair.0].ends[side.place()];
+                    while end.state == State::Up && end.oldest < number {
+                        end.complete_oldest();
+                    }
+                    if end.state == State::Up {
+                        end.fail_oldest(Status(status));
+                    }
+                }
+            }
+        }
+        self.now = self.now.max(now);
+    }
+
+    fn schedule(&mut self, at: Instant, event: Event) {
+        self.order += 1;
+        self.events.push(Reverse((at, self.order, event)));
+    }
+
+    /// Has a port look at its queue pairs at `at`, if it does not so earlier.
+    fn look(&mut self, side: Side, at: Instant) {
+        let nic = &mut self.nics[side.place()];
+        if nic.looks.is_none_or(|earlier| at < earlier) {
+            nic.looks = Some(at);
+            self.schedule(at, Event::Port(side));
+        }
+    }
+
+    /// The port sends one segment, of the next queue pair in turn that has one.
+    fn on_port(&mut self, side: Side, memory: &mut dyn Memory) {
+        let now = self.now;
+        let nic = &mut self.nics[side.place()];
+        if nic.looks.is_some_and(|at| at > now) {
+            return;
+        }
+        nic.looks = None;
+        if nic.busy > now {
+            let busy = nic.busy;
+            return self.look(side, busy);
+        }
+        let count = self.pairs.len();
+        let first = nic.next_pair;
+        let mut soonest: Option<Instant> = None;
+        for step in 0..count {
+            let pair = PairId((first + step) % count);
+            match self.starts_at(side, pair) {
+                Some(at) if at <= now => {
+                    self.nics[side.place()].next_pair = (pair.0 + 1) % count;
+                    self.send_segment(side, pair, memory);
+                    let busy = self.nics[side.place()].busy;
+                    return self.look(side, busy.max(Instant(now.0 + 1)));
+                }
+                Some(at) => soonest = Some(soonest.map_or(at, |other| other.min(at))),
+                None => {}
+            }
+        }
+        if let Some(at) = soonest {
+            self.look(side, at);
+        }
+    }
+
+    /// When the next segment of a queue pair may be sent; `None` if it has none.
+    fn starts_at(&mut self, side: Side, pair: PairId) -> Option<Instant> {
+        let (doorbell, gap) = (self.params.doorbell, self.params.request_gap);
+        let end = &mut self.pairs[pair.0].ends[side.place()];
+        let last = end.last_start;
+        let (state, number) = (end.state, end.next_sent);
+        let wqe = end.wqe(number).filter(|_| state == State::Up)?;
+        if wqe.failed.is_some() {
+            return None;
+        }
+        if wqe.sent > 0 {
+            return Some(self.now);
+        }
+        let posted = wqe.posted.after(doorbell);
+        Some(last.map_or(posted, |last| posted.max(last.after(gap))))
+    }
+
+    fn send_segment(&mut self, side: Side, pair: PairId, memory: &mut dyn Memory) {
+        let now = self.now;
+        let number = self.pairs[pair.0].ends[side.place()].next_sent;
+        let wqe = self.pairs[pair.0].ends[side.place()].wqe(number).expect("has a segment");
+        let (request, sent) = (wqe.request, wqe.sent);
+        let is_first = sent == 0;
+        if is_first {
+            self.pairs[pair.0].ends[side.place()].last_start = Some(now);
+            match self.faults.strike(&Point::Execute(side)) {
+                Some(Fault::Fail(status)) => return self.give_up(side, pair, number, status),
+                Some(Fault::Pause { ns }) => {
+                    let nic = &mut self.nics[side.place()];
+                    nic.busy = Instant(now.0 + ns);
+                }
+                None => {}
+            }
+        }
+        let length = (request.bytes - sent).min(self.params.segment_bytes);
+        let from = request.from + sent;
+        let regions = &self.nics[side.place()].regions;
+        if length > 0 && !regions.covers(request.local, from, length, false) {
+            return self.give_up(side, pair, number, Status::LOCAL_PROTECTION);
+        }
+        let mut bytes = Vec::new();
+        if self.params.content && length > 0 {
+            // The moment at which the source is read.
+            bytes.resize(usize::try_from(length).expect("a segment"), 0);
+            memory.read(side, from, &mut bytes);
+        }
+        let wire = self.params.wire_time(length, is_first);
+        let nic = &mut self.nics[side.place()];
+        nic.busy = nic.busy.max(now).after(wire);
+        let left = nic.busy;
+        let is_last = sent + length == request.bytes;
+        let jitter = self.up_to(self.params.skew);
+        let spread = self.up_to(self.params.placement_spread);
+        let latency = self.params.latency;
+        let target = &mut self.pairs[pair.0];
+        let skew = target.skew;
+        let end = &mut target.ends[side.place()];
+        // Packets of a queue pair come in order; what the memory sees of them may not.
+        end.last_arrival = end.last_arrival.max(left.after(latency + skew + jitter));
+        let arrival = end.last_arrival.after(spread);
+        let wqe = end.wqe(number).expect("as before");
+        wqe.sent += length;
+        wqe.is_sent = is_last;
+        wqe.on_the_way += 1;
+        if is_last {
+            end.next_sent += 1;
+        }
+        let (to, key) = match request.operation {
+            Operation::Write { to, key } => (to + sent, key.0),
+            Operation::Immediate(_) => (0, 0),
+        };
+        let segment = Segment { from: side, pair, number, to, key, length, bytes };
+        self.schedule(arrival, Event::Arrive(segment));
+    }
+
+    fn on_arrival(&mut self, segment: Segment, memory: &mut dyn Memory) {
+        let Segment { from, pair, number, to, key, length, bytes } = segment;
+        let peer = from.other();
+        if self.is_cut || self.pairs[pair.0].ends[peer.place()].state != State::Up {
+            // Nobody answers: the oldest request is missed after a while.
+            return self.miss(from, pair);
+        }
+        let regions = &self.nics[peer.place()].regions;
+        if length > 0 && !regions.covers(Key(key), to, length, true) {
+            // The peer's queue pair is taken down too (IBA 9.7.5.2.4).
+            self.pairs[pair.0].ends[peer.place()].fail_oldest(Status::FLUSHED);
+            return self.give_up(from, pair, number, Status::REMOTE_ACCESS);
+        }
+        if self.params.content && length > 0 {
+            memory.write(peer, to, &bytes);
+        }
+        if let Some(wqe) = self.pairs[pair.0].ends[from.place()].wqe(number) {
+            wqe.on_the_way -= 1;
+            self.process(from, pair);
+        }
+    }
+
+    /// Marks a request as failed; it is told of when all before it are done.
+    fn give_up(&mut self, side: Side, pair: PairId, number: u64, status: Status) {
+        let end = &mut self.pairs[pair.0].ends[side.place()];
+        if let Some(wqe) = end.wqe(number) {
+            wqe.failed = wqe.failed.or(Some(status));
+        }
+        self.process(side, pair);
+    }
+
+    fn miss(&mut self, side: Side, pair: PairId) {
+        let timeout = self.params.retry_timeout;
+        let end = &mut self.pairs[pair.0].ends[side.place()];
+        if end.state == State::Up && !end.is_stalled {
+            end.is_stalled = true;
+            let at = self.now.after(timeout);
+            // Whatever is the oldest by then.
+            self.schedule(at, Event::Fail(side, pair, 0, Status::RETRY_EXCEEDED.0));
+        }
+    }
+
+    /// The peer processes, in order, what is placed: immediate data, acknowledgements.
+    fn process(&mut self, side: Side, pair: PairId) {
+        let back = self.params.latency + self.params.completion;
+        loop {
+            let [a, b] = &mut self.pairs[pair.0].ends;
+            let (end, peer) = if side == Side::A { (a, b) } else { (b, a) };
+            let number = end.next_done;
+            if end.state != State::Up || end.is_stalled {
+                return;
+            }
+            let Some(wqe) = end.wqe(number) else { return };
+            if let Some(status) = wqe.failed {
+                end.is_stalled = true;
+                let at = self.now.after(back);
+                return self.schedule(at, Event::Fail(side, pair, number, status.0));
+            }
+            if !wqe.is_sent || wqe.on_the_way > 0 {
+                return;
+            }
+            if let Operation::Immediate(immediate) = wqe.request.operation {
+                if peer.receives == 0 {
+                    end.is_stalled = true;
+                    end.rnr_tries = end.rnr_tries.saturating_add(1);
+                    let retries = self.params.rnr_retries;
+                    let event = if retries < 7 && end.rnr_tries > retries {
+                        Event::Fail(side, pair, number, Status::RNR_RETRY_EXCEEDED.0)
+                    } else {
+                        Event::Retry(side, pair)
+                    };
+                    let at = self.now.after(self.params.rnr_timer);
+                    return self.schedule(at, event);
+                }
+                end.rnr_tries = 0;
+                peer.receives -= 1;
+                peer.push_receive(immediate);
+            }
+            end.next_done += 1;
+            match self.faults.strike(&Point::Acknowledge(side)) {
+                Some(Fault::Fail(_)) => return self.miss(side, pair),
+                Some(Fault::Pause { ns }) => {
+                    let at = Instant(self.now.0 + ns).after(back);
+                    self.schedule(at, Event::Acknowledge(side, pair, number));
+                }
+                None => {
+                    let at = self.now.after(back);
+                    self.schedule(at, Event::Acknowledge(side, pair, number));
+                }
+            }
+        }
+    }
+
+    /// A random part of `most`.
+    fn up_to(&mut self, most: Duration) -> Duration {
+        let most = u64::try_from(most.as_nanos()).unwrap_or(u64::MAX - 1);
+        if most == 0 {
+            return Duration::ZERO;
+        }
+        // SplitMix64 (Steele, Lea, Flood 2014).
+        self.chance = self.chance.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.chance;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        Duration::from_nanos((mixed ^ (mixed >> 31)) % (most + 1))
+    }
+}

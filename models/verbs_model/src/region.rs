@@ -1,0 +1,61 @@
+//! Registered memory and its keys.
+
+use std::collections::BTreeMap;
+
+/// A key of registered memory, local or remote: this model makes them one number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key(pub u32);
+
+/// Who may use a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// This side's requests, as the source of writes.
+    Local,
+    /// The peer's writes as well.
+    RemoteWrite,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Region {
+    address: u64,
+    bytes: u64,
+    access: Access,
+}
+
+/// The registered regions of one NIC.
+#[derive(Debug, Default)]
+pub(crate) struct Regions {
+    list: BTreeMap<Key, Region>,
+    last: u32,
+}
+
+impl Regions {
+    pub(crate) fn register(&mut self, address: u64, bytes: u64, access: Access) -> Key {
+        // As NICs do: an index, and a byte that changes with each use of it.
+        self.last = self.last.wrapping_add(0x101);
+        let key = Key(self.last);
+        assert!(bytes > 0 && address.checked_add(bytes).is_some(), "registering what can't be");
+        self.list.insert(key, Region { address, bytes, access });
+        key
+    }
+
+    pub(crate) fn deregister(&mut self, key: Key) -> bool {
+        self.list.remove(&key).is_some()
+    }
+
+    /// Whether a key covers these bytes for this use.
+    pub(crate) fn covers(&self, key: Key, address: u64, bytes: u64, remote: bool) -> bool {
+        let Some(region) = self.list.get(&key) else { return false };
+        let Some(offset) = address.checked_sub(region.address) else { return false };
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= region.bytes);
+        inside && (!remote || region.access == Access::RemoteWrite)
+    }
+
+    pub(crate) fn remote_writable(&self) -> usize {
+        self.list.values().filter(|region| region.access == Access::RemoteWrite).count()
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.list.values().map(|region| region.bytes).sum()
+    }
+}
