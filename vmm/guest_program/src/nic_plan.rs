@@ -16,8 +16,9 @@ use std::time::Duration;
 const QUEUE_SIZE: u16 = 128;
 /// Least time between two turns of a card.
 const TURN: Duration = Duration::from_millis(1);
-/// One of so many frames goes out on a pair that is not the first.
-const COLD_SHARE: u128 = 16;
+/// One of so many frames goes out on a pair that is not the first: each of those costs a kick, and
+/// dirties pages of its own.
+const COLD_SHARE: u128 = 64;
 /// Bytes of a buffer that are not the frame: see `guest/nic/frame.rs`.
 const BUFFER_LEAD: u64 = 4 + 12;
 /// Parameters, work, pair states, control queue.

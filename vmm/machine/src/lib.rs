@@ -1,5 +1,5 @@
 //! A small KVM machine whose guest can be moved away: memory, vCPUs, interrupt controllers, a
-//! serial port; saved and restored completely.
+//! serial port, network cards backed by vDPA devices; saved and restored completely.
 //!
 //! [`Machine`] is what a source has, [`Factory`] what a destination has; both speak to
 //! `martlet-engine` through its traits. What executes the guest's instructions is behind one seam
@@ -9,7 +9,8 @@
 //! owner --> Machine <-- engine            phase.rs: who may order what
 //!             |  \__ Group: vCPU threads, one order word, the permit while the guest runs
 //!             |          \__ VcpuBackend: kvm/vcpu.rs | threads/
-//!             |__ VmBackend: kvm/vm.rs | threads/     \__ Bus: serial, reset, debug port
+//!             |__ VmBackend: kvm/vm.rs | threads/     \__ Bus: serial, reset, debug port, cards
+//!             |__ Nics: devices/virtio/, over whatever `VdpaDevice`s the owner gives
 //!             |__ GuestMemory
 //! ```
 

@@ -145,3 +145,23 @@ pub(super) fn load_initrd(
     })?;
     Ok(Some(Initrd { start, bytes }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_is_told_of_its_cards() {
+        let nic = |page: u64| NicPlace {
+            registers: Gpa(0xd000_0000 + page * 0x1000),
+            pairs: 1,
+            queue_size_max: 256,
+        };
+        assert_eq!(with_nics("quiet", &[]), "quiet");
+        assert_eq!(with_nics("", &[nic(0)]), "virtio_mmio.device=4K@0xd0000000:5");
+        assert_eq!(
+            with_nics("quiet", &[nic(0), nic(1)]),
+            "quiet virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=4K@0xd0001000:6"
+        );
+    }
+}

@@ -25,6 +25,18 @@ pub(crate) struct Trouble {
     pub(crate) start: bool,
     /// It looks at no queue.
     pub(crate) inert: bool,
+    /// It asks for no kicks, and looks at its queues now and then.
+    pub(crate) quiet: bool,
+    /// What happens to the next frame.
+    pub(crate) mishap: Option<Mishap>,
+}
+
+/// What may happen to a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mishap {
+    Lost,
+    Repeated,
+    Flipped,
 }
 
 pub(crate) struct Loopback {
@@ -201,9 +213,17 @@ impl Inner {
         let (rx_id, to, _) = self.head(&rx);
         let mut frame = vec![0; usize::try_from(length).unwrap()];
         self.read(from, &mut frame);
-        self.write(to, &frame);
-        self.give_back(receive, rx_id, length);
-        self.give_back(transmit, tx_id, 0);
+        let mishap = self.trouble.mishap.take();
+        if mishap == Some(Mishap::Flipped) {
+            frame[70] ^= 4;
+        }
+        if mishap != Some(Mishap::Lost) {
+            self.write(to, &frame);
+            self.give_back(receive, rx_id, length);
+        }
+        if mishap != Some(Mishap::Repeated) {
+            self.give_back(transmit, tx_id, 0);
+        }
         let now = clock::now().0;
         self.counters.frames_sent += 1;
         self.counters.frames_received += 1;
@@ -262,6 +282,10 @@ impl Inner {
     }
 
     fn go(&mut self) {
+        if self.trouble.quiet {
+            let rings: Vec<u64> = self.queues.values().map(|q| q.config.device.0).collect();
+            rings.into_iter().for_each(|ring| self.write(ring, &[1, 0]));
+        }
         self.runs = true;
         self.kicked = true;
         self.counters.first_frame_ns = None;

@@ -1,6 +1,6 @@
 //! A guest with network cards that loop its frames back.
 
-use super::loopback::{Loopback, Trouble};
+use super::loopback::{Loopback, Mishap, Trouble};
 use super::moving::{copy_ram, move_guest_to};
 use super::*;
 use crate::memory::GuestMemory;
@@ -361,4 +361,66 @@ fn a_destination_that_lacks_something_refuses_in_one_line() {
     // More of everything does no harm.
     let arrived = move_guest_to(&source, &factory(&loopbacks(3, 8)));
     assert_frames_flow(&arrived, 300);
+}
+
+/// Without KVM the program's accesses to the cards' registers come as faults. The only test with
+/// such a machine: there is one guest a process.
+#[test]
+fn frames_flow_without_kvm() {
+    let cards = loopbacks(2, 2);
+    let config = MachineConfig { accel: Accel::Threads, ..program(LOAD, 64, 2) };
+    let machine = with_cards(&config, &cards);
+    assert_frames_flow(&machine, 500);
+    machine.pause_by_owner().unwrap();
+    assert!(cards.iter().all(|card| !card.is_running()));
+    machine.continue_by_owner().unwrap();
+    assert_frames_flow(&machine, 500);
+    // To and fro: the state is saved and the guest goes on.
+    let mut tracker = machine.track().unwrap();
+    for _ in 0..3 {
+        assert!(!machine.rehearse().unwrap().state.is_empty());
+        machine.begin_suspend();
+        machine.wait_suspended().unwrap();
+        machine.begin_pause();
+        let paused = machine.wait_paused().unwrap();
+        let dirty = RamBitmap::new(machine.guest_ram());
+        tracker.sync(&dirty).unwrap();
+        assert!(dirty.count() > 0 && !machine.take_state().unwrap().is_empty());
+        machine.resume(paused.permit, paused.was);
+        assert_frames_flow(&machine, 300);
+    }
+    assert_sound(&machine);
+}
+
+#[test]
+fn the_guest_sees_what_happens_to_a_frame() {
+    if !has_kvm() {
+        return;
+    }
+    let cards = loopbacks(1, 2);
+    let machine = with_cards(&program(LOAD, 32, 1), &cards);
+    let seen = |mishap| {
+        let before = frames(&machine);
+        cards[0].set_trouble(Trouble { mishap: Some(mishap), ..Trouble::default() });
+        wait_for("frames", || frames(&machine).received > before.received + 500);
+        let now = frames(&machine);
+        [now.lost - before.lost, now.repeated - before.repeated, now.damaged - before.damaged]
+    };
+    assert_eq!(seen(Mishap::Repeated), [0, 1, 0]);
+    assert_eq!(seen(Mishap::Lost), [1, 0, 0]);
+    // What it was can't be told, so its number is missing, too.
+    assert_eq!(seen(Mishap::Flipped), [1, 0, 1]);
+    assert!(frames(&machine).outstanding() <= 128);
+}
+
+#[test]
+fn a_card_that_asks_for_no_kicks_gets_none() {
+    if !has_kvm() {
+        return;
+    }
+    let cards = loopbacks(1, 2);
+    cards[0].set_trouble(Trouble { quiet: true, ..Trouble::default() });
+    let machine = with_cards(&program(LOAD, 32, 1), &cards);
+    assert_frames_flow(&machine, 500);
+    assert_eq!(frames(&machine).kicks, 0);
 }

@@ -34,3 +34,5 @@ pub(crate) use saved::{NicKind, SavedNic};
 
 /// Most network cards of a machine: as many as there are interrupt lines for them.
 pub(crate) const NICS_MAX: usize = registers::LINES.len();
+
+const _: () = assert!(NICS_MAX <= martlet_guest_program::NICS_MAX);
