@@ -257,8 +257,9 @@ impl Machine {
         control.step("quit", Event::Quit).expect("quitting is always possible");
         control.permit = None;
         self.group.end();
-        self.nics.shut_down();
         self.endpoint.detach();
+        drop(control);
+        self.nics.shut_down();
     }
 
     /// What the guest says of itself, if it is the built-in program. Any time.

@@ -127,6 +127,8 @@ impl SourceVmm for Machine {
             Ok(_) => {
                 self.endpoint.detach();
                 self.group.end();
+                // Takes a while, and nobody needs to wait for it.
+                drop(control);
                 self.nics.shut_down();
             }
             Err(error) => tracing::warn!(%error, "moved away out of order"),

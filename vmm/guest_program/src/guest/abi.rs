@@ -171,8 +171,8 @@ pub struct NicPair {
     pub rx_available: u64,
     /// Buffers taken back from it.
     pub rx_used: u64,
-    /// What of `rx_available` the card was told.
-    pub rx_told: u64,
+    /// What of `rx_available` the card was shown.
+    pub rx_shown: u64,
     /// The card's turn in which a frame was last received, or the first one sent after that.
     pub progress_turn: u64,
 }

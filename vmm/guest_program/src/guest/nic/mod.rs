@@ -315,12 +315,11 @@ impl Card {
                 queue.offer((*pair).rx_available, slot);
                 (*pair).rx_available += 1;
             }
-            if came > 0 {
+            // Some together, for each may cost a kick. The card still has three quarters of them,
+            // and the window is half of them.
+            if (*pair).rx_available - (*pair).rx_shown > size / 4 {
+                (*pair).rx_shown = (*pair).rx_available;
                 queue.publish((*pair).rx_available);
-            }
-            // The card still has three quarters of the buffers, and the window is half of them.
-            if (*pair).rx_available - (*pair).rx_told > size / 4 {
-                (*pair).rx_told = (*pair).rx_available;
                 if queue.kick_if_asked(self.registers, receive) {
                     count!(self, kicks += 1);
                 }

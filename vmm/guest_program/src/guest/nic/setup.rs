@@ -147,7 +147,7 @@ unsafe fn give_buffers(card: &Card) {
             }
             let state = card.pair(pair);
             (*state).rx_available = size;
-            (*state).rx_told = size;
+            (*state).rx_shown = size;
             card.queue(receive).publish(size);
             card.queue(transmit).publish(0);
             pair += 1;
