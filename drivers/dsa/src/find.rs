@@ -320,7 +320,8 @@ const TRANSFER_BYTES_MAX_DEFAULT: u64 = 2 << 20;
 impl Device {
     /// The limits of one of its queues, for [`WorkQueue`](crate::WorkQueue): the lower of the
     /// queue's and the device's. `through_file` for one that is written to, where version 1 devices
-    /// take no batches, and whose kernel counts entries itself.
+    /// take no batches. The kernel hands descriptors to a dedicated queue by MOVDIR64B as well, and
+    /// counts no entries either.
     pub fn limits(&self, queue: &Queue, through_file: bool) -> QueueLimits {
         let batch_max = queue.batch_max.unwrap_or(BATCH_MAX_DEFAULT);
         let batch_max = batch_max.min(self.batch_max.unwrap_or(u32::MAX));
@@ -331,7 +332,7 @@ impl Device {
             self.operations.as_ref().is_none_or(may) && queue.operations.as_ref().is_none_or(may)
         };
         let batches = can(Opcode::BATCH) && !(through_file && old);
-        let counts = queue.mode == Some(Mode::Dedicated) && !through_file;
+        let counts = queue.mode == Some(Mode::Dedicated);
         QueueLimits {
             batch_max: if batches { batch_max } else { 1 },
             transfer_bytes_max: transfer.min(self.transfer_bytes_max.unwrap_or(u64::MAX)),

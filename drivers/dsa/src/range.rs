@@ -52,7 +52,8 @@ mod tests {
         let mut length = RangeLength::new(1);
         (0..2000).for_each(|_| length.on_zero(1));
         assert_eq!(length.pages(), PAGES_MAX);
-        (0..6).for_each(|_| length.on_content());
+        // The first one after a long run of zero pages may be the only one.
+        (0..7).for_each(|_| length.on_content());
         assert_eq!(length.pages(), 1);
         // Every other page: single pages stay.
         for _ in 0..100 {

@@ -145,6 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[expect(unsafe_code, reason = "a run's maker promises that it is mapped")]
     fn runs_are_taken_as_far_as_pages_follow_each_other() {
         // SAFETY: nothing here reads the pages.
         let run = |address, pages| unsafe { PageRun::new(address, pages) };
