@@ -10,7 +10,10 @@ mod connection;
 mod hazards;
 mod order;
 mod placement;
+mod rate;
 mod refusal;
+
+pub use rate::in_flight;
 
 use crate::error::{PostError, VerbsError};
 use crate::fabric::{ConnectRequest, Endpoint, Fabric, Listener, Setup};
