@@ -45,6 +45,7 @@ pub struct Model {
     next_due: AtomicU64,
     shape: CommandQueueShape,
     ready_at: Instant,
+    queues: u16,
 }
 
 impl Model {
@@ -93,6 +94,7 @@ impl Model {
             next_due: AtomicU64::new(NOTHING_DUE),
             shape,
             ready_at,
+            queues: config.queues,
         })
     }
 
@@ -144,6 +146,12 @@ impl Model {
         self.nic.is_up()
     }
 
+    /// Resets the function, as PCI's function-level reset does: what its driver made is gone, and
+    /// no memory is touched any more when this returns.
+    pub fn reset(&self) {
+        self.firmware().reset_function();
+    }
+
     /// Pulls the device out: from now on it reads all ones, answers nothing, and touches no memory.
     pub fn remove(&self) {
         self.nic.remove();
@@ -165,19 +173,22 @@ impl Model {
         self.nic.step();
     }
 
-    /// Gives the firmware a turn if something is due.
+    /// Gives the firmware a turn if something is due, unless somebody else is at it.
     pub(crate) fn turn_if_due(&self) {
         let due = self.next_due.load(Ordering::Acquire);
-        if due != NOTHING_DUE {
-            let now = self.clock.now();
-            if due <= now.0 {
-                self.turn_firmware(now);
-            }
+        if due == NOTHING_DUE || due > self.clock.now().0 {
+            return;
+        }
+        if let Ok(firmware) = self.firmware.try_lock() {
+            self.turn_firmware(firmware, self.clock.now());
         }
     }
 
-    fn turn_firmware(&self, now: Instant) -> Option<Instant> {
-        let mut firmware = self.firmware();
+    fn turn_firmware(
+        &self,
+        mut firmware: MutexGuard<'_, Firmware>,
+        now: Instant,
+    ) -> Option<Instant> {
         let next = firmware.turn(now);
         self.next_due.store(next.map_or(NOTHING_DUE, |at| at.0), Ordering::Release);
         next
@@ -219,12 +230,8 @@ impl Model {
     }
 
     fn queue_doorbells(&self) -> std::ops::Range<u64> {
-        let queues = u64::from(self.vector_count().next_power_of_two());
+        let queues = u64::from(self.queues.next_power_of_two());
         VIRTQ_DOORBELL_OFFSET..VIRTQ_DOORBELL_OFFSET + (queues << LOG_VIRTQ_DOORBELL_STRIDE)
-    }
-
-    fn vector_count(&self) -> u16 {
-        self.nic.vectors.count()
     }
 
     /// Bytes of BAR 0.
@@ -273,7 +280,7 @@ impl Registers for Model {
 
 impl Vectors for Model {
     fn count(&self) -> u16 {
-        self.vector_count()
+        self.nic.vectors.count()
     }
 
     fn connect(&self, vector: u16, notify: Option<Notify>) {
@@ -283,7 +290,7 @@ impl Vectors for Model {
 
 impl Turn for Model {
     fn turn(&self, now: Instant) -> Option<Instant> {
-        let next = self.turn_firmware(now);
+        let next = self.turn_firmware(self.firmware(), now);
         if !self.nic.has_thread() {
             self.move_frames();
         }

@@ -39,9 +39,9 @@ impl Agenda {
         self.heap.peek().map(|Reverse((at, _, _))| *at)
     }
 
-    /// Nothing happens any more.
-    pub(super) fn clear(&mut self) {
-        self.heap.clear();
+    /// No command is answered any more.
+    pub(super) fn forget_commands(&mut self) {
+        self.heap.retain(|Reverse((_, _, event))| !matches!(event, Event::Done { .. }));
     }
 }
 
@@ -60,6 +60,9 @@ mod tests {
         assert_eq!(agenda.take_due(Instant(5)), Some((Instant(1), Event::Interrupt)));
         assert_eq!(agenda.take_due(Instant(5)), Some((Instant(2), Event::LinkUp)));
         assert_eq!(agenda.take_due(Instant(5)), Some((Instant(2), Event::Done { slot: 0 })));
-        assert_eq!(agenda.next(), None);
+        agenda.add(Instant(3), Event::LinkUp);
+        agenda.add(Instant(1), Event::Done { slot: 1 });
+        agenda.forget_commands();
+        assert_eq!(agenda.next(), Some(Instant(3)));
     }
 }

@@ -50,6 +50,9 @@ const LOG_UMEMS_MAX: u8 = 16;
 /// log2 of the bytes of a command entry.
 pub(crate) const LOG_COMMAND_STRIDE: u8 = 6;
 
+/// In the low half of the command page's address: which interface the driver wants.
+const INTERFACE_BITS: u32 = 0x300;
+
 /// The port of the only vport, as events name it.
 const PORT: u32 = 1;
 
@@ -170,23 +173,29 @@ impl Firmware {
         }
     }
 
-    /// The high half of the command page's address, and the low half, which takes effect. A new
-    /// page forgets all commands on their way: so a driver that starts over begins.
+    /// The high half of the command page's address; the low half makes it count.
     pub(crate) fn set_queue_high(&mut self, high: u32) {
         self.queue_high = high;
     }
 
-    /// See [`Firmware::set_queue_high`].
+    /// The low half of the command page's address. So a driver begins, with a function as after a
+    /// reset: commands on their way are forgotten. Bits 9:8 choose the interface; without the full
+    /// driver's there is no queue (`MLX5_NIC_IFC_*`).
     pub(crate) fn set_queue_low(&mut self, low: u32) {
         let at = (u64::from(self.queue_high) << 32) | u64::from(low & !0xfff);
-        if self.queue != Some(at) {
-            self.queue = Some(at);
-            self.agenda.clear();
-            self.slots.iter_mut().for_each(|slot| *slot = None);
-            self.reset();
-            self.function = Function::Off;
-            self.pages.clear();
-        }
+        self.reset_function();
+        self.queue = (low & INTERFACE_BITS == 0).then_some(at);
+    }
+
+    /// As a function-level reset: nothing is left of what a driver did.
+    pub(crate) fn reset_function(&mut self) {
+        self.queue = None;
+        self.agenda.forget_commands();
+        self.slots.iter_mut().for_each(|slot| *slot = None);
+        self.reset();
+        self.function = Function::Off;
+        self.pages.clear();
+        self.interrupt_pending = false;
     }
 
     /// Halves of the command page's address, as a driver reads them back.
@@ -340,9 +349,10 @@ impl Firmware {
         if flight.fault == Some(Fault::Garbage) {
             output.iter_mut().skip(8).for_each(|byte| *byte = self.draw());
         }
+        let output = (delivery == DeliveryStatus::OK).then_some(output.as_slice());
         let wrong_token = flight.fault == Some(Fault::WrongToken);
         let signatures = self.config.signatures;
-        flight.reply.write(self.nic.bus(), delivery, &output, wrong_token, signatures);
+        flight.reply.write(self.nic.bus(), delivery, output, wrong_token, signatures);
         match flight.fault {
             Some(Fault::LostEvent) => {}
             Some(Fault::LostInterrupt) => self.post_command_event(1 << slot, None),

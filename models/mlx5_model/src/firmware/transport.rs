@@ -59,7 +59,8 @@ pub(super) fn take(
         return None;
     }
     let entry = CommandEntry::read_from_bytes(&raw).ok()?;
-    let length = to_usize(entry.out_length.get());
+    // Beyond the limit there is no answer to be made room for, only a delivery status.
+    let length = to_usize(entry.out_length.get()).min(OUTPUT_BYTES_MAX);
     let mut reply = ReplyTo { entry: at, token: entry.token, length, boxes: Vec::new() };
     let header = InHeader::read_from_prefix(&entry.in_inline).ok()?.0;
     let opcode = Opcode(header.opcode.get());
@@ -192,40 +193,48 @@ impl ReplyTo {
         self.length
     }
 
-    /// Writes the output and hands the entry back. With `wrong_token` the answer carries another
-    /// token than the command. Memory that is gone by now is nobody's any more: it is left alone.
+    /// Writes the output, if the command was delivered, and hands the entry back. With
+    /// `wrong_token` the answer carries another token than the command. Memory that is gone by now
+    /// is nobody's any more: it is left alone.
     pub(super) fn write(
         &self,
         bus: &dyn BusMemory,
         delivery: DeliveryStatus,
-        output: &[u8],
+        output: Option<&[u8]>,
         wrong_token: bool,
         signatures: Signatures,
     ) {
         let token = if wrong_token { self.token.wrapping_add(1).max(1) } else { self.token };
-        let mut inline = [0; INLINE_BYTES];
-        let (first, mut rest) = output.split_at(output.len().min(INLINE_BYTES));
-        inline[..first.len()].copy_from_slice(first);
-        for (number, at) in self.boxes.iter().enumerate() {
-            let (piece, later) = rest.split_at(rest.len().min(MAILBOX_DATA_BYTES));
-            let mut data = [0; MAILBOX_DATA_BYTES];
-            data[..piece.len()].copy_from_slice(piece);
-            let _ = bus.write(*at, &data);
-            if wrong_token || signatures == Signatures::All {
-                self.seal(bus, *at, &data, (number, token));
-            }
-            rest = later;
-        }
         let write = |offset, bytes: &[u8]| {
             let at = self.entry.checked_add(to_u64(offset));
             let _ = at.map(|at| bus.write(at, bytes));
         };
-        write(OUT_INLINE_OFFSET, &inline);
+        if let Some(output) = output {
+            self.write_boxes(bus, output, wrong_token || signatures == Signatures::All, token);
+            let mut inline = [0; INLINE_BYTES];
+            let first = output.len().min(INLINE_BYTES);
+            inline[..first].copy_from_slice(&output[..first]);
+            write(OUT_INLINE_OFFSET, &inline);
+        }
         if wrong_token {
             write(TOKEN_OFFSET, &[token]);
         }
         if let Some(at) = self.entry.checked_add(to_u64(STATUS_OWN_OFFSET)) {
             let _ = bus.store8(at, command::status_own(delivery));
+        }
+    }
+
+    fn write_boxes(&self, bus: &dyn BusMemory, output: &[u8], seal: bool, token: u8) {
+        let mut rest = output.get(INLINE_BYTES..).unwrap_or_default();
+        for (number, at) in self.boxes.iter().enumerate() {
+            let (piece, later) = rest.split_at(rest.len().min(MAILBOX_DATA_BYTES));
+            let mut data = [0; MAILBOX_DATA_BYTES];
+            data[..piece.len()].copy_from_slice(piece);
+            let _ = bus.write(*at, &data);
+            if seal {
+                self.seal(bus, *at, &data, (number, token));
+            }
+            rest = later;
         }
     }
 

@@ -220,22 +220,28 @@ impl Nic {
         stats::add(&self.counters.kicks, 1);
         match direction_of(index) {
             Direction::Transmit => self.pending.set(index),
-            Direction::Receive => self.buffers_came(index),
+            Direction::Receive => {
+                // A tap's frames are looked for whenever the device is.
+                self.pending.set(index);
+                self.room_came();
+            }
         }
         self.wake();
     }
 
-    /// A receive queue may have buffers again: whoever waits for them looks.
-    fn buffers_came(&self, index: u16) {
+    /// There may be room for frames again that were not taken: who has them looks.
+    pub(crate) fn room_came(&self) {
         match &self.port {
-            Port::Loopback => self.blocked.drain_into(&self.pending),
+            Port::Loopback | Port::Tap(_) => {
+                self.blocked.drain_into(&self.pending);
+                self.wake();
+            }
             Port::Wire(end) => {
                 if let Some(other) = end.other() {
                     other.blocked.drain_into(&other.pending);
                     other.wake();
                 }
             }
-            Port::Tap(_) => self.pending.set(index),
         }
     }
 
@@ -275,6 +281,7 @@ impl Nic {
     /// The port may take frames again.
     pub(crate) fn retry(&self) {
         self.blocked.drain_into(&self.pending);
+        self.wake();
     }
 
     /// The tap that it is plugged into.
@@ -294,9 +301,8 @@ impl Nic {
     pub(crate) fn set_link(&self, up: bool) {
         self.link.store(up, Ordering::SeqCst);
         if up {
-            self.blocked.drain_into(&self.pending);
-            self.buffers_came(0);
-            self.wake();
+            self.retry();
+            self.room_came();
         }
     }
 

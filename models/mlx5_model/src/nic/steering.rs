@@ -18,12 +18,16 @@ impl Nic {
     pub(crate) fn set_table(&self, number: u32, list: Vec<u32>) {
         let mut steering = self.steering.write().unwrap_or_else(PoisonError::into_inner);
         steering.tables.insert(number, list);
+        drop(steering);
+        self.room_came();
     }
 
     /// Drops a table.
     pub(crate) fn remove_table(&self, number: u32) {
         let mut steering = self.steering.write().unwrap_or_else(PoisonError::into_inner);
         steering.tables.remove(&number);
+        drop(steering);
+        self.room_came();
     }
 
     /// The receive queue for frames of a flow. Frames of a pair of queues are one flow, with the

@@ -77,7 +77,7 @@ pub struct Host {
     pages: Vec<DmaBlock>,
     pub events: DmaBlock,
     event_index: u32,
-    eqn: u8,
+    eqn: Option<u8>,
     uar: u32,
     token: u8,
     pub domain: u32,
@@ -108,7 +108,7 @@ impl Host {
             pages: Vec::new(),
             events,
             event_index: 0,
-            eqn: 0,
+            eqn: None,
             uar: 0,
             token: 0,
             domain: 0,
@@ -172,19 +172,22 @@ impl Host {
         let mut input = create.as_bytes().to_vec();
         input.extend_from_slice(&self.events.at().0.to_be_bytes());
         let made: CreateEqOut = self.run(&input, 16).parse();
-        self.eqn = made.eqn;
+        self.event_index = 0;
+        self.eqn = Some(made.eqn);
         self.arm();
     }
 
     /// Tells how far events were read, and arms the queue.
     pub fn arm(&self) {
-        let value = eq_doorbell(self.eqn, self.event_index);
+        let Some(eqn) = self.eqn else { return };
+        let value = eq_doorbell(eqn, self.event_index);
         let at = u64::from(self.uar) * UAR_PAGE_BYTES + UAR_EQ_ARM;
         self.registers.write32(at, value.to_be());
     }
 
     /// Reads the next event, if there is one.
     pub fn event(&mut self) -> Option<EventEntry> {
+        self.eqn?;
         let at = (self.event_index as usize % (1 << LOG_EVENTS)) * EVENT_BYTES;
         let owner = self.events.load8(at + OWNER_OFFSET);
         if !is_for_software(owner, self.event_index, LOG_EVENTS) {
@@ -281,14 +284,13 @@ impl Host {
     /// Lets time pass until the command is done, or until there is no hope.
     pub fn wait(&mut self, sent: &Sent) -> bool {
         let deadline = self.stage.clock().now().after(Duration::from_secs(1));
-        while !self.is_done(sent) && self.stage.clock().now() < deadline {
-            match self.stage.turn_all() {
-                Some(next) => self.stage.clock().advance_to(next.min(deadline)),
-                None if self.is_done(sent) => {}
-                None => self.stage.clock().advance_to(deadline),
+        loop {
+            let next = self.stage.turn_all();
+            if self.is_done(sent) || self.stage.clock().now() >= deadline {
+                break;
             }
+            self.stage.clock().advance_to(next.unwrap_or(deadline).min(deadline));
         }
-        self.stage.turn_all();
         self.events();
         self.is_done(sent)
     }
@@ -334,4 +336,11 @@ impl Host {
 /// A place in a block.
 pub fn at(block: &DmaBlock, offset: u64) -> BusAddress {
     BusAddress(block.at().0 + offset)
+}
+
+impl Host {
+    /// Gives the device a turn; whether it has interrupted.
+    pub fn seat_poll(&self) -> bool {
+        self.seat.poll()
+    }
 }

@@ -1,0 +1,240 @@
+//! How commands are delivered: everything that can be wrong with an entry or its mailboxes has its
+//! delivery status, and bring-up has its order.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests")]
+
+mod host;
+
+use host::Host;
+use martlet_device_io::{DmaBlock, Waiter};
+use martlet_mlx5_abi::capability::{
+    GeneralCapabilitiesOut, VirtioCapabilities, VirtioCapabilitiesOut, kind, op_mod_current,
+};
+use martlet_mlx5_abi::command::{CommandEntry, MAILBOX_CONTROL_OFFSET, xor8};
+use martlet_mlx5_abi::event::EventType;
+use martlet_mlx5_abi::init_segment::{
+    CMDIF_REV_FW_SUB, CMDQ_ADDR_LOW, CommandQueueShape, FW_REV, HEALTH_COUNTER, INITIALIZING,
+    INITIALIZING_BIT,
+};
+use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
+use martlet_mlx5_abi::message::{InHeader, ShortIn, object_type};
+use martlet_mlx5_abi::setup::{
+    MANAGE_PAGES_TAKE, ManagePagesOut, PagesIn, QUERY_PAGES_BOOT, QueryNicVportContextOut,
+    QueryPagesOut, QueryVportStateOut, VportIn,
+};
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32, U64};
+use martlet_mlx5_model::{ModelConfig, Signatures};
+use std::time::Duration;
+use zerocopy::IntoBytes;
+
+fn pd() -> Vec<u8> {
+    ShortIn::new(Opcode::ALLOC_PD, 0, 0).as_bytes().to_vec()
+}
+
+#[test]
+fn a_bad_entry_has_its_delivery_status() {
+    type Spoil = fn(&mut CommandEntry);
+    let cases: [(Spoil, DeliveryStatus); 8] = [
+        (|entry| entry.kind = 6, DeliveryStatus::DESCRIPTOR_TYPE),
+        (|entry| entry.signature ^= 1, DeliveryStatus::SIGNATURE),
+        (|entry| entry.reserved0[1] = 1, DeliveryStatus::RESERVED),
+        (|entry| entry.token = 0, DeliveryStatus::TOKEN),
+        (|entry| entry.in_length = U32::new(8), DeliveryStatus::IN_LENGTH),
+        (|entry| entry.in_length = U32::new(u32::MAX), DeliveryStatus::IN_LENGTH),
+        (|entry| entry.out_length = U32::new(15), DeliveryStatus::OUT_LENGTH),
+        (|entry| entry.out_length = U32::new(1 << 30), DeliveryStatus::OUT_LENGTH),
+    ];
+    let mut host = Host::new(ModelConfig::default());
+    for (spoil, expected) in cases {
+        let resign = expected != DeliveryStatus::SIGNATURE;
+        let reply = host.run_spoiled(&pd(), 16, |entry, _| {
+            spoil(entry);
+            if resign {
+                entry.sign();
+            }
+        });
+        assert_eq!(reply.delivery, expected);
+    }
+    host.run(&pd(), 16).ok();
+}
+
+#[test]
+fn bad_mailboxes_have_their_delivery_status() {
+    fn control(boxes: &[DmaBlock], number: usize, offset: usize, bytes: &[u8]) {
+        boxes[number].write(MAILBOX_CONTROL_OFFSET + offset, bytes);
+    }
+    type Spoil = fn(&mut CommandEntry, &[DmaBlock]);
+    let cases: [(Spoil, DeliveryStatus); 7] = [
+        (|_, boxes| control(boxes, 1, 13, &[0]), DeliveryStatus::TOKEN),
+        (|_, boxes| control(boxes, 1, 8, &2_u32.to_be_bytes()), DeliveryStatus::BLOCK_NUMBER),
+        (
+            |_, boxes| control(boxes, 0, 0, &0x1100_u64.to_be_bytes()),
+            DeliveryStatus::IN_POINTER_ALIGN,
+        ),
+        (|_, boxes| control(boxes, 0, 0, &0_u64.to_be_bytes()), DeliveryStatus::FIRMWARE),
+        (
+            |entry, _| entry.in_pointer = U64::new(entry.in_pointer.get() + 16),
+            DeliveryStatus::IN_POINTER_ALIGN,
+        ),
+        (
+            |entry, _| entry.out_pointer = U64::new(entry.out_pointer.get() + 16),
+            DeliveryStatus::OUT_POINTER_ALIGN,
+        ),
+        (|entry, _| entry.out_pointer = U64::new(0), DeliveryStatus::FIRMWARE),
+    ];
+    let mut host = Host::new(ModelConfig::default());
+    let mut input = InHeader::new(Opcode::MANAGE_PAGES, 0).as_bytes().to_vec();
+    input.resize(1200, 0);
+    host.run(&input, 600).ok();
+    for (spoil, expected) in cases {
+        let reply = host.run_spoiled(&input, 600, |entry, boxes| {
+            spoil(entry, boxes);
+            entry.sign();
+        });
+        assert_eq!(reply.delivery, expected);
+    }
+    let stats = host.model.stats();
+    assert_eq!(stats.commands_failed, 7);
+}
+
+#[test]
+fn mailboxes_are_signed_where_that_is_asked_for() {
+    let mut host =
+        Host::cold(ModelConfig { signatures: Signatures::All, ..ModelConfig::default() });
+    host.write_queue_address();
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
+    let mut query = InHeader::new(Opcode::MANAGE_PAGES, 0).as_bytes().to_vec();
+    query.resize(32, 0);
+    assert_eq!(host.run(&query, 16).delivery, DeliveryStatus::SIGNATURE);
+    let reply = host.run_spoiled(&query, 16, |_, boxes| {
+        let mut raw = [0; 576];
+        boxes[0].read(0, &mut raw);
+        raw[575] = !xor8(&raw);
+        boxes[0].write(0, &raw);
+    });
+    reply.ok();
+}
+
+#[test]
+fn bring_up_has_an_order() {
+    let config = ModelConfig { boot_time: Duration::from_millis(5), ..ModelConfig::default() };
+    let mut host = Host::cold(config);
+    let read = |host: &Host, at| u32::from_be(host.registers.read32(at));
+    assert_eq!(read(&host, INITIALIZING) & INITIALIZING_BIT, INITIALIZING_BIT);
+    host.write_queue_address();
+    let early = host.write(&pd(), 16, |_, _| {});
+    host.ring(&[&early]);
+    assert!(!host.wait(&early), "firmware that starts takes no commands");
+    assert_eq!(read(&host, INITIALIZING), 0);
+    assert_eq!(read(&host, CMDIF_REV_FW_SUB) >> 16, 5);
+    assert_eq!(read(&host, FW_REV) & 0xffff, 22);
+    let shape = CommandQueueShape::from_register(read(&host, CMDQ_ADDR_LOW));
+    assert_eq!((shape.log_entries, shape.log_stride), (5, 6));
+    let before = read(&host, HEALTH_COUNTER);
+    host.stage.clock().advance(Duration::from_secs(1));
+    assert!(read(&host, HEALTH_COUNTER) > before);
+
+    let refused = CommandStatus::BAD_SYSTEM_STATE;
+    assert_eq!(host.short(Opcode::INIT_HCA, 0).status(), refused);
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
+    assert_eq!(host.short(Opcode::INIT_HCA, 0).status(), refused, "pages are missing");
+    assert_eq!(host.run(&pd(), 16).status(), refused);
+    let query = PagesIn::new(Opcode::QUERY_PAGES, QUERY_PAGES_BOOT, 0, 0);
+    let wanted: QueryPagesOut = host.run(query.as_bytes(), 16).parse();
+    assert_eq!(wanted.pages.get(), 16);
+    host.give_pages(80).ok();
+    assert_eq!(host.model.stats().firmware_pages, 80);
+    host.short(Opcode::INIT_HCA, 0).ok();
+    host.run(&pd(), 16).ok();
+    host.short(Opcode::TEARDOWN_HCA, 0).ok();
+    let take = PagesIn::new(Opcode::MANAGE_PAGES, MANAGE_PAGES_TAKE, 0, 100);
+    let reply = host.run(take.as_bytes(), 16 + 8 * 50);
+    let taken: ManagePagesOut = reply.parse();
+    assert_eq!(taken.entries.get(), 50, "as many as there is room for");
+    assert_eq!(host.model.stats().firmware_pages, 30);
+    host.short(Opcode::DISABLE_HCA, 0).ok();
+}
+
+#[test]
+fn capabilities_say_what_the_device_can() {
+    for resumable in [false, true] {
+        let mut host = Host::new(ModelConfig { resumable, queues: 70, ..ModelConfig::default() });
+        let query = |kind| InHeader::new(Opcode::QUERY_HCA_CAP, op_mod_current(kind));
+        let mut input = query(kind::VDPA_EMULATION).as_bytes().to_vec();
+        input.resize(16, 0);
+        let out: VirtioCapabilitiesOut = host.run(&input, 0x1010).parse();
+        let caps = out.capabilities;
+        let can_resume = caps.suspend_abilities & VirtioCapabilities::FREEZE_TO_RDY != 0;
+        assert_eq!(can_resume, resumable);
+        assert_eq!(caps.max_num_virtio_queues.get(), 70);
+        assert!(caps.log_bar_size() >= caps.log_stride() + 7);
+        assert_eq!(host.run(&input, 16).status(), CommandStatus::BAD_OUTPUT_LENGTH);
+        input[..8].copy_from_slice(query(kind::GENERAL).as_bytes());
+        let out: GeneralCapabilitiesOut = host.run(&input, 0x1010).parse();
+        assert!(out.capabilities.has_object_type(object_type::VIRTIO_NET_Q));
+        let special: QuerySpecialContextsOut =
+            host.run(ShortIn::new(Opcode::QUERY_SPECIAL_CONTEXTS, 0, 0).as_bytes(), 32).parse();
+        assert_ne!(special.null_mkey.get(), 0);
+        let vport: QueryNicVportContextOut =
+            host.run(VportIn::own(Opcode::QUERY_NIC_VPORT_CONTEXT).as_bytes(), 0x110).parse();
+        assert_eq!(vport.mtu.get(), 1500);
+    }
+}
+
+#[test]
+fn the_link_tells_of_itself() {
+    let mut host = Host::new(ModelConfig::default());
+    let state = |host: &mut Host| -> bool {
+        let query = VportIn::own(Opcode::QUERY_VPORT_STATE);
+        let out: QueryVportStateOut = host.run(query.as_bytes(), 16).parse();
+        out.is_up()
+    };
+    assert!(state(&mut host));
+    host.model.set_link(false);
+    host.model.set_link(false);
+    host.seat.wait(None);
+    let events = host.events();
+    assert_eq!(events.len(), 1);
+    assert_eq!((events[0].kind, events[0].sub_type), (EventType::PORT_CHANGE.0, 1));
+    assert!(!state(&mut host));
+    host.model.set_link(true);
+    assert_eq!(host.events()[0].sub_type, 4);
+    assert!(state(&mut host));
+}
+
+#[test]
+fn a_full_event_queue_loses_events_and_nothing_else() {
+    let mut host = Host::new(ModelConfig::default());
+    host.events();
+    for _ in 0..40 {
+        let up = host.model.link();
+        host.model.set_link(!up);
+    }
+    assert_eq!(host.model.stats().events_lost, 8);
+    assert_eq!(host.events().len(), 32);
+    host.run(&pd(), 16).ok();
+    host.events();
+    host.model.set_link(false);
+    assert_eq!(host.events().len(), 1, "the second walk through the ring has the other owner bit");
+}
+
+#[test]
+fn a_device_that_was_pulled_out_reads_all_ones() {
+    let mut host = Host::new(ModelConfig::default());
+    host.model.remove();
+    let sent = host.write(&pd(), 16, |_, _| {});
+    host.ring(&[&sent]);
+    assert!(!host.wait(&sent));
+    assert_eq!(host.registers.read32(0), u32::MAX);
+    assert_eq!(host.registers.read64(0x1010), u64::MAX);
+}
+
+#[test]
+fn a_driver_may_start_over() {
+    let mut host = Host::new(ModelConfig::default());
+    host.direct_key(0x10000, 4096);
+    host.model.reset();
+    assert_eq!(host.model.stats().keys, 0);
+    host.write_queue_address();
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
+    assert_eq!(host.run(&pd(), 16).status(), CommandStatus::BAD_SYSTEM_STATE);
+}
