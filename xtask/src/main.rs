@@ -1,13 +1,14 @@
 //! The project's own checks: `cargo xtask check`.
 
 mod layers;
+mod metal;
 mod peers;
 mod tidy;
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | peers
+const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | peers | metal
 
   check    everything below, in order
   fmt      rustfmt, without changing a file
@@ -15,7 +16,8 @@ const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | p
   layers   no crate depends on a zone above its own
   tidy     house rules that no other tool knows
 
-  peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help";
+  peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help
+  metal    runs programs over real kernel parts in an emulated PC; see cargo xtask metal --help";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -34,6 +36,11 @@ fn main() -> ExitCode {
             Ok(())
         }
         ["peers", options @ ..] => peers::run(options),
+        ["metal", "--help"] => {
+            println!("{}", metal::USAGE);
+            Ok(())
+        }
+        ["metal", options @ ..] => metal::run(options),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);

@@ -51,7 +51,8 @@ pub struct Setup {
     /// Reads of this side that may be on their way at once; the device may grant fewer.
     pub reads_in_flight: u8,
     /// How often a write with immediate is tried again while the peer has no receive posted: 0
-    /// to 6, or 7 for ever.
+    /// to 6, or 7 for ever. Say the same on both sides: connection managers tell it to the peer,
+    /// for the peer's requests (IBA spec 12.6.7 and 12.6.8, "RNR Retry Count").
     pub rnr_retries: u8,
 }
 
@@ -169,7 +170,10 @@ pub enum Link {
 ///    memory before the completion.
 /// 5. After the first failure nothing more is executed: that request completes with its cause,
 ///    all others, posted before or later, with [`Status::FLUSHED`](crate::Status::FLUSHED), in
-///    the order of posting. Each of them leaves a completion, signalled or not.
+///    the order of posting. Each of them leaves a completion, signalled or not. If the peer's
+///    device refused the request, those before it have succeeded; if the local one did, those in
+///    flight before it may be flushed too, executed or not (rdma_rxe does so).
+/// 6. A read may take its bytes later than writes that were posted after it place theirs.
 ///
 /// Dropping it ends the connection at once; requests in flight may or may not have been executed.
 /// A thread can own it; calls don't block but for [`QueuePair::wait`].

@@ -1,0 +1,76 @@
+//! Verbs over the kernel's soft-RoCE.
+
+use super::{Lane, Obstacle, Step, build, cache, failed, machine, need, packages};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// Where the soft-RoCE device's network interface is. 127.0.0.1 on `lo` does not work: the
+/// connection manager finds no route there.
+const ADDRESS: &str = "10.8.0.1";
+
+const MODULES: &[&str] =
+    &["crc32_generic", "crc32c_generic", "dummy", "ib_uverbs", "rdma_ucm", "rdma_rxe"];
+
+/// An MTU of 4200 lets RoCE have one of 4096.
+const PREPARE: &[&str] = &[
+    "ip link set lo up",
+    "ip addr add 10.8.0.1/24 dev dummy0",
+    "ip link set dummy0 mtu 4200 up",
+    "conform add-rxe rxe0 dummy0",
+    "ulimit -l unlimited",
+];
+
+/// What is run, in this order. A further step is a further line here, and its program one in
+/// [`run`].
+fn steps() -> Vec<Step> {
+    let step = |name, line: String, seconds| {
+        let limit = Duration::from_secs(seconds);
+        Step { name, line, limit }
+    };
+    vec![
+        step("conformance", format!("conform ibv {ADDRESS} --backlog-mib 4 --trials 10"), 60),
+        step("in flight", format!("conform bench ibv {ADDRESS} --pages 3000"), 30),
+    ]
+}
+
+pub(super) fn run(only: &str) -> Result<(), Obstacle> {
+    need("qemu-system-x86_64", "qemu-system-x86")?;
+    let packages = packages::fetch(&cache()?)?;
+    if "layouts".contains(only) {
+        check_layouts(&packages.headers())?;
+    }
+    let steps: Vec<Step> = steps().into_iter().filter(|step| step.name.contains(only)).collect();
+    if steps.is_empty() {
+        return Ok(());
+    }
+    let lane = Lane {
+        modules: MODULES,
+        prepare: PREPARE,
+        programs: build(&["-p", "martlet-verbs", "--example", "conform"])?,
+        steps,
+        memory_mib: 768,
+        limit: Duration::from_secs(100),
+    };
+    machine::run(&packages, &lane)
+}
+
+/// Compares the structures of the `ibv` provider with rdma-core's own headers.
+fn check_layouts(headers: &Path) -> Result<(), Obstacle> {
+    need("cc", "gcc")?;
+    let output = Command::new(env!("CARGO"))
+        .args(["test", "-q", "-p", "martlet-verbs", "--lib", "--", "--nocapture", "layout"])
+        .env("CPATH", headers)
+        .current_dir(crate::root())
+        .output()
+        .map_err(|error| failed("cargo test", &error))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if !output.status.success() || text.contains("skipped") {
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(Obstacle::Failed(format!(
+            "layouts against rdma-core's headers: {text}{errors}"
+        )));
+    }
+    println!("ok    layouts are those of rdma-core's headers");
+    Ok(())
+}
