@@ -182,7 +182,9 @@ fn interrupts_are_for_those_who_want_them() {
     let fired: Vec<_> = (0..2).map(|_| Arc::new(AtomicU32::new(0))).collect();
     for (vector, count) in (0_u16..).zip(&fired) {
         let count = Arc::clone(count);
-        let notify = Arc::new(move || drop(count.fetch_add(1, Ordering::Relaxed)));
+        let notify = Arc::new(move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
         host.model.vectors().connect(vector, Some(notify));
     }
     let counts = || fired.iter().map(|count| count.load(Ordering::Relaxed)).collect::<Vec<_>>();
