@@ -115,6 +115,7 @@ pub struct Destination {
     zero_received: u64,
     zero_done: u64,
     zero_told: u64,
+    queues_closed: bool,
     cause: Option<Failure>,
     heartbeat: Heartbeat,
     actions: VecDeque<DestinationAction>,
@@ -141,6 +142,7 @@ impl Destination {
             zero_received: 0,
             zero_done: 0,
             zero_told: 0,
+            queues_closed: false,
             cause: None,
             heartbeat: Heartbeat::new(now),
             actions: VecDeque::new(),
@@ -300,6 +302,7 @@ impl Destination {
         assert_eq!(sequence, self.zero_done + 1, "zero lists out of order");
         self.zero_done = sequence;
         self.end_round();
+        self.end_closing();
     }
 
     /// A queue pair broke. A source that is alive notices by itself and says why.
@@ -319,7 +322,15 @@ impl Destination {
 
     /// All queue pairs are closed, and the listener: no key is of use to anybody.
     pub fn on_queues_closed(&mut self) {
-        if self.phase != Phase::Closing {
+        self.queues_closed = true;
+        self.end_closing();
+    }
+
+    /// Says that nothing can land any more, once that is so. A zero list that is still being
+    /// executed would land as well as a write: pages that came another way meanwhile would be lost.
+    fn end_closing(&mut self) {
+        let zeroed = self.zero_done == self.zero_received;
+        if self.phase != Phase::Closing || !self.queues_closed || !zeroed {
             return;
         }
         self.become_phase(Phase::Revoked);
@@ -333,17 +344,10 @@ impl Destination {
         // The guest first, then the source, then the registrations.
         self.actions.push_back(done);
         self.actions.push_back(DestinationAction::Send(RdmaMessage::Revoked { rounds }));
-        if let Some(layout) = &self.layout {
-            let mut next = Some(layout.first_unit());
-            let mut registered = Vec::new();
-            while let Some(unit) = next {
-                if self.units[unit.place()] == Registration::Registered {
-                    registered.push(unit);
-                }
-                next = layout.next_unit(unit);
-            }
-            registered.into_iter().for_each(|unit| self.take_back(unit));
-        }
+        let registered = |unit: &UnitIndex| self.units[unit.place()] == Registration::Registered;
+        let units = self.layout.iter().flat_map(Layout::all_units);
+        let registered: Vec<UnitIndex> = units.filter(registered).collect();
+        registered.into_iter().for_each(|unit| self.take_back(unit));
     }
 
     fn on_offer(&mut self, terms: &Terms) -> Result<(), Failure> {

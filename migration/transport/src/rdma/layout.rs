@@ -196,6 +196,11 @@ impl Layout {
         (unit.0 + 1 < self.units).then_some(UnitIndex(unit.0 + 1))
     }
 
+    /// All units, in the scanner's order.
+    pub fn all_units(&self) -> impl Iterator<Item = UnitIndex> + use<> {
+        (0..self.units).map(UnitIndex)
+    }
+
     /// The first unit.
     pub fn first_unit(&self) -> UnitIndex {
         UnitIndex(0)
