@@ -133,7 +133,7 @@ fn a_queue_keeps_its_map() {
 #[test]
 fn deletion_is_later_in_slices_and_gives_way() {
     let memory = memory();
-    let mut rig = Rig::new(MemoryConfig { destroy_window: 2, ..config(1) });
+    let mut rig = Rig::new(MemoryConfig { lazy_window: 2, ..config(1) });
     rig.set_map(&[run(0, &memory, 0, 20 * PAGE, Access::ReadWrite)]).unwrap();
     rig.set_map(&[]).unwrap();
     assert_eq!(rig.registry.next_due(rig.now), Some(rig.now.after(DELAY)));
@@ -309,6 +309,45 @@ fn a_key_that_stays_busy_is_given_up() {
     rig.world.books().keys.clear();
     rig.registry.forget_all();
     assert_eq!((rig.world.pinned_bytes(), rig.registry.counters().abandoned_bytes), (0, 0));
+}
+
+#[test]
+fn a_late_answer_settles_what_was_abandoned() {
+    let memory = memory();
+    // CREATE_MKEY of a direct key, and of the indirect one.
+    for number in [2, 5] {
+        for fault in [Fault::LostBefore, Fault::LostAfter] {
+            let mut rig = Rig::new(config(16));
+            rig.faults.insert(number, fault);
+            rig.set_map(&small_map(&memory)).unwrap_err();
+            while rig.registry.release_one() {}
+            let created = fault == Fault::LostAfter;
+            let bytes = if number == 2 { 16 * PAGE } else { 0 };
+            assert_eq!(rig.registry.counters().keys_abandoned, 1);
+            assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (created.into(), bytes));
+            rig.answer_late();
+            rig.pass(DELAY);
+            assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (0, 0));
+            let counters = rig.registry.counters();
+            assert_eq!((counters.keys_abandoned, counters.keys_live), (0, 0));
+            assert_eq!(counters.keys_created, counters.keys_destroyed);
+        }
+    }
+    // DESTROY_MKEY of the indirect key, and of a direct one.
+    for number in [6, 8] {
+        let mut rig = Rig::new(config(16));
+        rig.set_map(&small_map(&memory)).unwrap();
+        rig.set_map(&[]).unwrap();
+        rig.faults.insert(number, Fault::LostAfter);
+        rig.pass(DELAY);
+        assert_eq!(rig.registry.counters().keys_abandoned, 1);
+        rig.answer_late();
+        rig.pass(DELAY);
+        let counters = rig.registry.counters();
+        assert_eq!((counters.keys_abandoned, counters.keys_destroyed), (0, 6));
+        assert_eq!(rig.world.pinned_bytes(), 0);
+        rig.world.no_crimes();
+    }
 }
 
 #[test]

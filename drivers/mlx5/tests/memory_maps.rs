@@ -60,6 +60,8 @@ enum Step {
     Fault(usize, usize),
     PinFault(usize),
     Drain,
+    /// What was given up is answered.
+    Late,
     /// A map is begun, and after so many answers given up.
     Cancel(Shape, usize),
     /// The device answers in another order.
@@ -75,6 +77,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         3 => (0_usize..12, 0..FAULTS.len()).prop_map(|(at, fault)| Step::Fault(at, fault)),
         1 => (0_usize..8).prop_map(Step::PinFault),
         1 => Just(Step::Drain),
+        1 => Just(Step::Late),
         1 => (any_shape(), 0_usize..6).prop_map(|(shape, answers)| Step::Cancel(shape, answers)),
         1 => (0_usize..5).prop_map(Step::Pick),
     ]
@@ -130,6 +133,7 @@ impl Story {
                 self.rig.drain();
                 assert_eq!(self.rig.registry.counters().backlog_keys, 0);
             }
+            Step::Late => self.rig.answer_late(),
             Step::Cancel(shape, answers) => self.cancel(&shape, answers),
             Step::Pick(pick) => self.rig.pick = pick,
         }

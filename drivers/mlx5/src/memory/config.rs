@@ -34,9 +34,12 @@ pub struct MemoryConfig {
     pub entries_max: u64,
     /// CREATE_MKEY commands without an answer at a time; 1 is one after the other.
     pub create_window: usize,
-    /// DESTROY_MKEY commands without an answer at a time; 1 is one after the other. Also the slice
-    /// that a new map may have to wait for.
+    /// DESTROY_MKEY commands without an answer at a time, when somebody waits for them (a map that
+    /// could not be built, a drain, deletion that is not deferred); 1 is one after the other.
     pub destroy_window: usize,
+    /// The same when nobody waits: the slice that a new map or a suspend may find in its way. Not
+    /// above `destroy_window`.
+    pub lazy_window: usize,
     /// Most input of CREATE_MKEY with the device at a time, in bytes. A single input that is
     /// longer still goes, alone.
     pub staged_bytes_max: usize,
@@ -59,20 +62,23 @@ impl MemoryConfig {
         let piece = self.piece_bytes;
         let range = PAGE_SIZE..=crate::memory::translation::KLM_COVERS_MAX;
         assert!(piece.is_power_of_two() && range.contains(&piece), "a piece of {piece:#x} bytes");
-        assert!(self.create_window > 0 && self.destroy_window > 0, "a window of nothing");
+        let windows = [self.create_window, self.destroy_window, self.lazy_window];
+        assert!(windows.iter().all(|window| *window > 0), "a window of nothing");
         assert!(self.entries_max <= 1 << 20, "an input of more than 16 MiB for one indirect key");
     }
 }
 
 impl Default for MemoryConfig {
-    /// Everything on. The window leaves slots of the queue (31 for all) to other commands; with
-    /// lists of 2 MiB each, the staging limit makes it 8.
+    /// Everything on. The windows are as deep as the serial part of these commands in firmware
+    /// makes useful, and leave slots of the queue (31 for all) to others. With lists of 2 MiB each,
+    /// the staging limit makes the window for creation 8.
     fn default() -> MemoryConfig {
         MemoryConfig {
             piece_bytes: 1 << 30,
             entries_max: 1 << 16,
-            create_window: 24,
-            destroy_window: 24,
+            create_window: 16,
+            destroy_window: 16,
+            lazy_window: 8,
             staged_bytes_max: 17 << 20,
             update: Update::Changed,
             deletion: Deletion::Deferred { delay: MemoryConfig::DELETION_DELAY },

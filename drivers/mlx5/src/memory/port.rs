@@ -44,7 +44,11 @@ pub enum Issued {
 ///           -> queues get the key -> install -> while must_delete: [ ... ]*
 /// service   poll, doorbell; release_one, outside of a lock that set_map needs -> poll_timeout
 /// shutdown  install(None), drop all MapRefs -> begin_drain -> [ ... ]* -> poll_drained
+///           -> TEARDOWN_HCA -> forget_all
 /// ```
+///
+/// A port that is not polled issues nothing: so a suspend that must not share the queue with late
+/// deletions leaves the port alone until the resume.
 #[derive(Debug)]
 pub struct KeyPort {
     registry: Registry,
@@ -83,9 +87,17 @@ impl KeyPort {
         &mut self.registry
     }
 
+    /// Gets the next command ready, if one has its turn, without the queue: what takes long is
+    /// pinning memory, and others may need the queue meanwhile. [`KeyPort::poll`] does it too if it
+    /// has not been done.
+    pub fn prepare(&mut self, now: Instant, dma: &dyn Dma) {
+        if self.waiting.is_none() {
+            self.waiting = self.registry.poll_command(dma, now).map(request);
+        }
+    }
+
     /// Takes what has ended, then puts the next command into the queue, if one has its turn and
-    /// the queue takes it. Pins the memory behind it and writes its input, and takes as long as
-    /// that.
+    /// the queue takes it. Writes its input, and takes as long as that.
     pub fn poll(&mut self, now: Instant, queue: &mut CommandQueue, dma: &dyn Dma) -> Issued {
         self.collect(queue);
         loop {

@@ -249,8 +249,15 @@ impl Registry {
         self.last_tag
     }
 
+    /// How many keys are destroyed at a time.
+    fn destroy_window(&self) -> usize {
+        let waited_for = self.phase() != Phase::Idle || self.deletes_at_once();
+        let lazy = if waited_for { usize::MAX } else { self.config.lazy_window };
+        self.config.destroy_window.min(lazy)
+    }
+
     fn next_destroy(&mut self, rollback_only: bool) -> Option<KeyCommand> {
-        if self.reaper.flying() >= self.config.destroy_window {
+        if self.reaper.flying() >= self.destroy_window() {
             return None;
         }
         let tag = self.next_tag();
@@ -319,6 +326,9 @@ impl Registry {
             self.counted.keys_destroyed += u64::from(fate == Fate::Destroyed);
             self.counted.keys_abandoned += u64::from(fate == Fate::Abandoned);
             self.counted.keys_live -= u64::from(fate != Fate::Again);
+            if self.config.deletion == Deletion::AtOnce {
+                while self.release_one() {}
+            }
         }
         self.settle();
     }
@@ -424,12 +434,12 @@ impl Registry {
         if self.build.is_some() {
             return None;
         }
-        let due = self.reaper.due(self.config.destroy_window)?;
+        let due = self.reaper.due(self.destroy_window())?;
         Some(if self.deletes_at_once() { Instant(0) } else { due })
     }
 
     /// Whether the one who lets a map go has to see its end: deletion is not deferred, and
-    /// something is left to delete. For measuring what deferring is worth.
+    /// something is left to delete or to unpin. For measuring what deferring is worth.
     pub fn must_delete(&mut self, now: Instant) -> bool {
         self.collect(now);
         self.config.deletion == Deletion::AtOnce && !self.reaper.is_idle()

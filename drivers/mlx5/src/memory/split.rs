@@ -132,6 +132,8 @@ pub(crate) fn split(runs: &[MapRun], piece_bytes: u64) -> Result<Vec<Piece>, Map
             // The last address space's end is no multiple that fits in 64 bits.
             let cut = (at | (piece_bytes - 1)).checked_add(1);
             let stop = cut.map_or(end, |cut| cut.min(end));
+            // Also of a run that began in an earlier piece (Linux 29ce8b8a4fa7 counted from the
+            // piece's begin, and mapped the wrong memory).
             let memory = run.memory.slice(at - begin, stop - at);
             let memory = memory.expect("a part of the run is inside of its memory");
             match pieces.last_mut() {

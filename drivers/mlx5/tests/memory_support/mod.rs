@@ -242,7 +242,7 @@ impl Books {
     }
 
     /// Does what the command asks.
-    fn execute(&mut self, input: &[u8]) -> KeyAnswer {
+    pub(crate) fn execute(&mut self, input: &[u8]) -> KeyAnswer {
         match be32(input, 0) >> 16 {
             0x200 => {
                 let key = Key::parse(input);
@@ -317,6 +317,8 @@ pub(crate) struct Rig {
     /// By number of command, from 0.
     pub(crate) faults: BTreeMap<usize, Fault>,
     done: usize,
+    /// Answers that the driver did not get.
+    late: Vec<(u64, KeyAnswer)>,
     /// Which of the flying ones is answered next.
     pub(crate) pick: usize,
 }
@@ -344,6 +346,7 @@ impl Rig {
             log: Vec::new(),
             faults: BTreeMap::new(),
             done: 0,
+            late: Vec::new(),
             pick: 0,
         }
     }
@@ -382,12 +385,15 @@ impl Rig {
                 if be32(&input, 0) >> 16 == 0x202 {
                     books.doubtful.push(be32(&input, 8));
                 }
+                self.late.push((tag, refused(Refusal::Final)));
                 lost()
             }
             Some(Fault::LostAfter) => {
-                if let KeyAnswer::Done { index } = books.execute(&input) {
+                let answer = books.execute(&input);
+                if let KeyAnswer::Done { index } = answer {
                     books.doubtful.push(index);
                 }
+                self.late.push((tag, answer));
                 lost()
             }
         };
@@ -398,6 +404,13 @@ impl Rig {
         drop(books);
         self.registry.on_answer(tag, answer, self.now);
         true
+    }
+
+    /// Gives all answers that the driver did not get.
+    pub(crate) fn answer_late(&mut self) {
+        for (tag, answer) in self.late.drain(..) {
+            self.registry.on_late_answer(tag, &answer);
+        }
     }
 
     /// Issues and answers until nothing happens any more.
