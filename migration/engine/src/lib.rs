@@ -3,6 +3,7 @@
 //! A VMM implements [`SourceVmm`] and [`DestinationVmm`]; [`Migration`] moves its guest away,
 //! [`Receiver`] takes one in.
 
+mod accelerator;
 mod destination;
 mod host;
 mod mailbox;
@@ -10,6 +11,7 @@ mod report;
 mod source;
 mod vmm;
 
+pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
 pub use destination::{ReceiveStatus, Receiver};
 pub use report::{Network, Outcome, PageCounts, Phases, Progress, Report, Side, Span, Status};
 pub use source::{MigrateOptions, Migration};

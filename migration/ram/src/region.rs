@@ -3,6 +3,7 @@
 // UNSAFETY: guest memory is mapped and handed out as raw pointers; this module owns the mappings,
 // so it is the place that can promise that a pointer it gives stays valid as long as the region.
 
+use martlet_device_io::HostMemory;
 use martlet_units::{ByteCount, Gfn, PAGE_SIZE, PageCount, PageRange};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -10,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr;
+use std::sync::Arc;
 
 /// Number of a region in its [`GuestRam`], in ascending order of guest address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -183,6 +185,19 @@ impl GuestRam {
     /// The region with this number; `None` if the number is a peer's invention.
     pub fn region(&self, index: RegionIndex) -> Option<&RamRegion> {
         self.regions.get(usize::from(index.0))
+    }
+
+    /// A region as memory that a device may be given; it stays mapped as long as the result, or a
+    /// clone of it, lives.
+    ///
+    /// # Panics
+    /// If there is no such region.
+    pub fn host_memory(self: &Arc<Self>, index: RegionIndex) -> HostMemory {
+        let region = self.region(index).expect("a region of this guest");
+        let address = region.host.expose_provenance() as u64;
+        // SAFETY: the region's mapping has this length, lives as long as the owner, and is used by
+        // raw pointers only.
+        unsafe { HostMemory::new(address, region.len_bytes(), Arc::clone(self) as _) }
     }
 
     /// The ranges it was made with.
