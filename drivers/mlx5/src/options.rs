@@ -1,6 +1,7 @@
 //! What a device is driven with, and the switches for what the driver does better than its
 //! predecessors: each can be turned back, so that before and after can be measured.
 
+use crate::memory::{Deletion, MemoryConfig, Update};
 use std::time::Duration;
 
 /// How many commands are with the firmware at a time.
@@ -82,28 +83,6 @@ pub enum Umems {
     PerQueue,
 }
 
-/// When memory keys that are not needed any more are destroyed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Deletion {
-    /// At once, by whoever gave up the last one.
-    AtOnce,
-    /// This much later, by [`VdpaDevice::service`](martlet_vdpa::VdpaDevice::service), in slices
-    /// that give way to everything else.
-    Deferred {
-        /// How much; several maps come one after the other as a rule.
-        delay: Duration,
-    },
-}
-
-/// What happens to the keys of a map's pieces that are the same as before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keys {
-    /// They are used again.
-    Kept,
-    /// All are made anew for each map, as in Linux.
-    Rebuilt,
-}
-
 /// How long a command may take from its issue to its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadlines {
@@ -148,12 +127,14 @@ pub struct Options {
     pub counters: bool,
     /// When keys are destroyed.
     pub deletion: Deletion,
-    /// Whether unchanged keys are kept.
-    pub keys: Keys,
+    /// What a new map builds.
+    pub update: Update,
     /// How long commands may take.
     pub deadlines: Deadlines,
     /// DMA memory for command mailboxes at most, in bytes.
     pub mailbox_bytes_max: usize,
+    /// Largest size of a queue that is offered. No capability tells it; Linux offers this much.
+    pub queue_size_max: u16,
     /// MAC address, if the device does not tell one.
     pub mac: [u8; 6],
 }
@@ -170,14 +151,15 @@ impl Options {
         prepare: Prepare::Suspended,
         umems: Umems::Shared,
         counters: true,
-        deletion: Deletion::Deferred { delay: Duration::from_secs(2) },
-        keys: Keys::Kept,
+        deletion: Deletion::Deferred { delay: MemoryConfig::DELETION_DELAY },
+        update: Update::Changed,
         deadlines: Deadlines {
             queues: Duration::from_millis(20),
             memory: Duration::from_secs(2),
             setup: Duration::from_secs(10),
         },
         mailbox_bytes_max: 32 << 20,
+        queue_size_max: 256,
         mac: [0x02, 0, 0, 0, 0, 0x01],
     };
 
@@ -193,9 +175,10 @@ impl Options {
         umems: Umems::PerQueue,
         counters: true,
         deletion: Deletion::AtOnce,
-        keys: Keys::Rebuilt,
+        update: Update::Everything,
         deadlines: Deadlines::LINUX,
         mailbox_bytes_max: 2 << 30,
+        queue_size_max: 256,
         mac: [0x02, 0, 0, 0, 0, 0x01],
     };
 
@@ -205,7 +188,7 @@ impl Options {
         memory: Pace::Batched { window: 31 },
         barrier: Barrier::AllStopped,
         link_notifier: LinkNotifier::Kept,
-        deletion: Deletion::Deferred { delay: Duration::from_secs(2) },
+        deletion: Deletion::Deferred { delay: MemoryConfig::DELETION_DELAY },
         ..Options::LINUX_6_11
     };
 }

@@ -231,8 +231,9 @@ impl Firmware {
     }
 
     /// Takes the function down, as far as it lets itself. Everything that was made on it has to be
-    /// gone before.
-    pub(crate) fn tear_down(&self, setup: &Setup) {
+    /// gone before. Whether it is down: then it reaches no memory any more.
+    pub(crate) fn tear_down(&self, setup: &Setup) -> bool {
+        let mut is_down = self.is_gone();
         let mut steps = vec![(Opcode::DEALLOC_PD, setup.pd)];
         if let Some(eqn) = self.event_queue() {
             steps.push((Opcode::DESTROY_EQ, u32::from(eqn)));
@@ -243,14 +244,16 @@ impl Firmware {
             (Opcode::DISABLE_HCA, 0),
         ]);
         for (opcode, object) in steps {
-            if let Err(error) = self.short(opcode, 0, object) {
-                tracing::debug!(%error, "teardown of an mlx5 device");
+            match self.short(opcode, 0, object) {
+                Ok(_) => is_down |= opcode == Opcode::TEARDOWN_HCA,
+                Err(error) => tracing::debug!(%error, "teardown of an mlx5 device"),
             }
             // Without its queue no event comes any more: answers are looked for again.
             if opcode == Opcode::DESTROY_EQ {
                 self.set_events(None);
             }
         }
+        is_down
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::shared::users;
 use crate::batch::{Batch, BatchOptions, OnFailure};
-use crate::command::{CommandId, CommandQueue, LateCompletion, Output, Request};
+use crate::command::{CommandQueue, LateCompletion, Output, Request};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortIn, ShortOut};
 use martlet_units::Instant;
@@ -17,14 +17,13 @@ pub(super) struct Cleanup {
     deadline: Duration,
     waiting: Vec<Request>,
     current: Option<Batch>,
-    changes: Vec<CommandId>,
+    changes: bool,
     destroyed: u64,
 }
 
 impl Cleanup {
     pub(super) fn new(deadline: Duration) -> Cleanup {
-        let (waiting, changes) = (Vec::new(), Vec::new());
-        Cleanup { deadline, waiting, current: None, changes, destroyed: 0 }
+        Cleanup { deadline, waiting: Vec::new(), current: None, changes: false, destroyed: 0 }
     }
 
     /// How many objects were destroyed.
@@ -32,13 +31,13 @@ impl Cleanup {
         self.destroyed
     }
 
-    pub(super) fn take_changes(&mut self) -> Vec<CommandId> {
+    pub(super) fn take_changes(&mut self) -> bool {
         std::mem::take(&mut self.changes)
     }
 
     pub(super) fn add(&mut self, late: LateCompletion) {
         if late.opcode == Opcode::MODIFY_GENERAL_OBJECT {
-            self.changes.push(late.id);
+            self.changes = true;
             return;
         }
         let Ok(output) = &late.result else { return };

@@ -13,4 +13,5 @@ mod shared;
 
 pub use bring_up::{BringUpError, Setup};
 pub use pages::PageStats;
+pub(crate) use shared::is_done;
 pub use shared::{Firmware, FirmwareStats, users};

@@ -5,7 +5,7 @@ use super::events::EventQueue;
 use super::pages::{PageKeeper, PageStats};
 use crate::batch::{Batch, BatchOptions, OnFailure};
 use crate::command::{
-    CommandError, CommandId, CommandQueue, Detection, Output, QueueStats, Request, UserId,
+    CommandError, CommandQueue, Detection, LateCompletion, Output, QueueStats, Request, UserId,
 };
 use crate::options::Options;
 use martlet_device_io::{Dma, Registers, Waiter};
@@ -46,6 +46,8 @@ pub struct Firmware {
 }
 
 struct State {
+    /// Late answers about memory keys, for who keeps their books.
+    late_keys: Vec<LateCompletion>,
     queue: CommandQueue,
     events: Option<EventQueue>,
     pages: PageKeeper,
@@ -75,6 +77,7 @@ impl Firmware {
         queue: CommandQueue,
     ) -> Firmware {
         let state = State {
+            late_keys: Vec::new(),
             queue,
             events: None,
             pages: PageKeeper::default(),
@@ -171,7 +174,7 @@ impl Firmware {
     }
 
     /// Waits for the device, until a moment, or a slice.
-    fn wait_until(&self, until: Option<Instant>) {
+    pub(crate) fn wait_until(&self, until: Option<Instant>) {
         let slice = self.now().after(WAIT_SLICE);
         self.waiter.wait(Some(until.map_or(slice, |until| until.min(slice))));
     }
@@ -243,7 +246,11 @@ impl Firmware {
         }
         while let Some(late) = state.queue.poll_late() {
             tracing::warn!(command = %late.opcode, "an answer came after its deadline");
-            state.cleanup.add(late);
+            if late.user == users::MEMORY {
+                state.late_keys.push(late);
+            } else {
+                state.cleanup.add(late);
+            }
         }
     }
 
@@ -278,9 +285,30 @@ impl Firmware {
         }
     }
 
-    /// Late answers to changes of virtqueues: their users have to look again.
-    pub(crate) fn take_late_changes(&self) -> Vec<CommandId> {
+    /// Whether there were late answers to changes of virtqueues since the last call: what those are
+    /// in has to be looked at again.
+    pub(crate) fn take_late_changes(&self) -> bool {
         self.lock().cleanup.take_changes()
+    }
+
+    /// Moves everything on by a step, and gives the command queue to `body` with the late answers
+    /// about keys. Rings the doorbell afterwards. When to do that again even if the device does not
+    /// interrupt.
+    pub(crate) fn drive<T>(
+        &self,
+        body: impl FnOnce(Instant, &mut CommandQueue, &dyn Dma, Vec<LateCompletion>) -> T,
+    ) -> (T, Option<Instant>) {
+        self.waiter.poll();
+        let (_, until) = self.step(None);
+        let now = self.now();
+        let mut state = self.lock();
+        let late = std::mem::take(&mut state.late_keys);
+        let value = body(now, &mut state.queue, &*self.dma, late);
+        if let Some(vector) = state.queue.poll_doorbell() {
+            self.registers.write32(COMMAND_DOORBELL, vector.to_be());
+        }
+        let timeout = state.queue.poll_timeout();
+        (value, until.into_iter().chain(timeout).min())
     }
 }
 

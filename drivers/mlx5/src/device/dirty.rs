@@ -1,0 +1,167 @@
+//! The device's own log of pages that it writes: a bitmap in the driver's memory.
+//!
+//! The log is turned on and off while frames flow, as DPDK does (`mlx5_vdpa_lm.c`): those fields
+//! of a queue may be modified in any state.
+
+use super::own_memory::OwnMemory;
+use super::{Control, Mlx5Device};
+use crate::batch::{Batch, BatchOptions, OnFailure};
+use crate::firmware::users;
+use crate::queues::{Faults, LogTo};
+use martlet_units::PAGE_SHIFT;
+use martlet_vdpa::VdpaError;
+
+const ACTION: &str = "log dirty pages";
+
+/// Bytes of the bitmap that are looked at together: most of it is zero.
+const BLOCK_BYTES: usize = 4096;
+const WORD_BYTES: usize = 8;
+
+/// Logs of a device.
+#[derive(Default)]
+pub(super) struct DirtyLogs {
+    /// The one that is written.
+    current: Option<OwnMemory>,
+    /// Those that were: with bits that have not been taken yet.
+    old: Vec<OwnMemory>,
+    /// Where the current map ends.
+    map_end: u64,
+}
+
+/// Bytes of a bitmap up to an address.
+fn bitmap_bytes(end: u64) -> Option<usize> {
+    let pages = end.div_ceil(1 << PAGE_SHIFT);
+    let bytes = pages.div_ceil(64).checked_mul(8)?;
+    // The field for it has 32 bits: 32 GiB of bitmap would be a petabyte of memory.
+    u32::try_from(bytes).ok()?;
+    usize::try_from(bytes).ok()
+}
+
+impl Mlx5Device {
+    pub(super) fn set_log(&self, control: &mut Control, on: bool) -> Result<(), VdpaError> {
+        control.check_settled(ACTION)?;
+        match (on, control.logs.current.is_some()) {
+            (true, false) => self.begin_log(control),
+            (false, true) => self.end_log(control),
+            (true, true) | (false, false) => Ok(()),
+        }
+    }
+
+    fn begin_log(&self, control: &mut Control) -> Result<(), VdpaError> {
+        let log = self.new_log(control.logs.map_end)?;
+        let to = log_to(&log);
+        let faults = self.log_to(control, Some(to));
+        if faults.is_empty() {
+            control.logs.current = Some(log);
+            return Ok(());
+        }
+        // All or none: those that log already stop it.
+        self.log_to(control, None);
+        control.logs.old.push(log);
+        Err(faults.into_error(ACTION))
+    }
+
+    fn end_log(&self, control: &mut Control) -> Result<(), VdpaError> {
+        let faults = self.log_to(control, None);
+        // What is logged until now can still be taken.
+        control.logs.old.extend(control.logs.current.take());
+        if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
+    }
+
+    fn new_log(&self, end: u64) -> Result<OwnMemory, VdpaError> {
+        let bytes = bitmap_bytes(end).ok_or_else(|| VdpaError::Invalid {
+            action: ACTION,
+            reason: format!("the map ends at {end:#x}"),
+        })?;
+        OwnMemory::new(&self.firmware, self.setup.pd, bytes, ACTION)
+    }
+
+    /// A map is coming that ends there: a log that is on becomes long enough first.
+    pub(super) fn grow_log(&self, control: &mut Control, end: u64) -> Result<(), VdpaError> {
+        let enough =
+            |log: &OwnMemory| bitmap_bytes(end).is_some_and(|bytes| bytes <= log.block.bytes());
+        if control.logs.current.as_ref().is_some_and(|log| !enough(log)) {
+            let log = self.new_log(end)?;
+            let faults = self.log_to(control, Some(log_to(&log)));
+            let old = control.logs.current.replace(log);
+            control.logs.old.extend(old);
+            if !faults.is_empty() {
+                return Err(faults.into_error(ACTION));
+            }
+        }
+        control.logs.map_end = end;
+        Ok(())
+    }
+
+    /// Tells all queues where to log.
+    fn log_to(&self, control: &mut Control, to: Option<LogTo>) -> Faults {
+        control.queues.log = to;
+        let mut batch = Batch::new(BatchOptions {
+            user: users::QUEUES,
+            window: self.firmware.options().queues.window(),
+            deadline: self.firmware.options().deadlines.queues,
+            on_failure: OnFailure::GoOn,
+        });
+        let mut which = Vec::new();
+        for (index, queue) in control.queues.list.iter().enumerate() {
+            let request = queue.object.as_ref().and_then(|object| object.log_request(to));
+            if let Some(request) = request {
+                batch.push(request);
+                which.push(index);
+            }
+        }
+        self.firmware.run(&mut batch);
+        let mut faults = Faults::default();
+        for (index, result) in which.into_iter().zip(batch.into_results()) {
+            match (result, control.queues.object_mut(index)) {
+                (Ok(_), Some(object)) => object.fields.log = to,
+                (Err(error), _) => faults.add(index, error),
+                (Ok(_), None) => {}
+            }
+        }
+        faults
+    }
+
+    pub(super) fn take_log(&self, control: &mut Control, mark: &mut dyn FnMut(u64, u64)) {
+        let logs = control.logs.current.iter().chain(&control.logs.old);
+        for log in logs {
+            take(log, mark);
+        }
+    }
+
+    /// Frees logs that no queue writes any more. Their bits are lost: only when they were taken, or
+    /// nobody wants them.
+    pub(super) fn drop_logs(&self, control: &mut Control) {
+        control.queues.log = None;
+        control.logs.map_end = 0;
+        let current = control.logs.current.take();
+        for log in current.into_iter().chain(control.logs.old.drain(..)) {
+            // An error has been told; the memory stays then.
+            let _ = log.destroy(&self.firmware);
+        }
+    }
+}
+
+fn log_to(log: &OwnMemory) -> LogTo {
+    LogTo { key: log.key, bytes: u32::try_from(log.block.bytes()).unwrap_or(u32::MAX) }
+}
+
+/// Takes all bits of a log. Bit `n % 8` of byte `n / 8` is page `n`.
+fn take(log: &OwnMemory, mark: &mut dyn FnMut(u64, u64)) {
+    let mut bytes = [0; BLOCK_BYTES];
+    for block in (0..log.block.bytes()).step_by(BLOCK_BYTES) {
+        log.block.read(block, &mut bytes);
+        // A bit that is set meanwhile may be seen or not; it is not lost.
+        for (number, word) in bytes.chunks_exact(WORD_BYTES).enumerate() {
+            if word.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let offset = block + number * WORD_BYTES;
+            // Little-endian: the byte order of the bitmap is its page order.
+            let word = u64::from_le(log.block.take64(offset));
+            if word != 0 {
+                mark(offset as u64 * 8, word);
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! The device that a VMM sees.
+
+mod dirty;
+mod guest;
+mod identity;
+mod map;
+mod own_memory;
+mod pairs;
+mod reset;
+mod switch;
+mod vdpa;
+
+use crate::command::Keep;
+use crate::firmware::{BringUpError, Firmware, FirmwareStats, Setup, users};
+use crate::memory::{KeyContext, KeyPort, MemoryConfig, MemoryCounters};
+use crate::options::{Options, Pace, Prepare};
+use crate::queues::{Common, DeviceEvent, DeviceState, Place, Queues, Scratch};
+use dirty::DirtyLogs;
+use guest::Guest;
+use martlet_device_io::{Dma, Registers, Vectors, Waiter};
+use martlet_mlx5_abi::message::object_type;
+use martlet_vdpa::virtio::split;
+use martlet_vdpa::{Identity, VdpaError};
+use own_memory::OwnMemory;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use switch::Operation;
+
+/// What a device is reached through.
+#[derive(Clone)]
+pub struct Platform {
+    /// BAR 0.
+    pub registers: Arc<dyn Registers>,
+    /// Memory for the device.
+    pub dma: Arc<dyn Dma>,
+    /// Its clock and its interrupt.
+    pub waiter: Arc<dyn Waiter>,
+    /// Interrupt vectors that go to the guest.
+    pub vectors: Arc<dyn Vectors>,
+}
+
+/// An mlx5 function as a vDPA network card.
+///
+/// Calls may come from any thread. Those that change something are done one after the other; a
+/// kick, a read of the configuration space and [`service`](martlet_vdpa::VdpaDevice::service) wait
+/// for none of them. When it is dropped, the function is taken down and everything that was made
+/// on it is destroyed.
+pub struct Mlx5Device {
+    firmware: Arc<Firmware>,
+    setup: Setup,
+    vectors: Arc<dyn Vectors>,
+    identity: Identity,
+    guest: Arc<Guest>,
+    control: Mutex<Control>,
+}
+
+/// Everything that is changed under the lock.
+struct Control {
+    state: DeviceState,
+    operation: Option<Operation>,
+    /// How a suspend or a resume ended that ended before it was asked after.
+    outcome: Option<Result<(), VdpaError>>,
+    queues: Queues,
+    keys: KeyPort,
+    scratch: Option<OwnMemory>,
+    logs: DirtyLogs,
+    /// The last event about the link that has been seen to.
+    link_seen: u64,
+    has_features: bool,
+}
+
+impl Mlx5Device {
+    /// Brings a function up and makes it a network card. Waits, for seconds if the firmware does.
+    pub fn open(platform: Platform, options: Options) -> Result<Mlx5Device, BringUpError> {
+        let Platform { registers, dma, waiter, vectors } = platform;
+        let clock = Arc::clone(&waiter);
+        let (firmware, setup) = Firmware::bring_up(Arc::clone(&registers), dma, waiter, options)?;
+        let firmware = Arc::new(firmware);
+        let identity = identity::identity(&setup, &options);
+        let space = identity::config_space(&setup, &options, &identity);
+        let queues = usize::from(identity.queues);
+        let guest = Guest::new(registers, clock, &setup.virtio, queues, &space);
+        guest.connect(&*vectors);
+        guest.set_link(switch::query_link(&firmware).unwrap_or(false));
+        let control = Control {
+            state: DeviceState::Idle,
+            operation: None,
+            outcome: None,
+            queues: new_queues(&setup, queues, vectors.count(), options.counters),
+            keys: KeyPort::new(
+                memory_config(&setup, &options),
+                KeyContext { uid: 0, pd: setup.pd, null_key: setup.null_mkey },
+                users::MEMORY,
+                options.deadlines.memory,
+            ),
+            scratch: None,
+            logs: DirtyLogs::default(),
+            link_seen: firmware.link_events(),
+            has_features: false,
+        };
+        let control = Mutex::new(control);
+        Ok(Mlx5Device { firmware, setup, vectors, identity, guest, control })
+    }
+
+    /// The function's firmware: for others who drive something on the same function, and for its
+    /// figures.
+    pub fn firmware(&self) -> &Arc<Firmware> {
+        &self.firmware
+    }
+
+    /// What the command queue and the page keeper have counted.
+    pub fn firmware_stats(&self) -> FirmwareStats {
+        self.firmware.stats()
+    }
+
+    /// What was done about memory keys.
+    pub fn memory_counters(&self) -> MemoryCounters {
+        self.lock().keys.registry().counters()
+    }
+
+    /// Where the device is.
+    pub fn state(&self) -> DeviceState {
+        self.lock().state
+    }
+
+    /// Destroys all memory keys that nobody uses, now: how many bytes are pinned afterwards.
+    pub fn collect_keys(&self) -> u64 {
+        let mut control = self.lock();
+        self.drain_keys(&mut control);
+        control.keys.registry().counters().pinned_bytes
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Control> {
+        // A panic under the lock is a bug in this crate, and has been told.
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The driver's own empty ring, made when it is first needed.
+    fn ensure_scratch(&self, control: &mut Control) -> Result<(), VdpaError> {
+        let wanted = self.firmware.options().prepare == Prepare::Suspended;
+        if control.queues.scratch.is_some() || !wanted || !control.queues.is_resumable() {
+            return Ok(());
+        }
+        let size = u64::from(self.identity.queue_size_max);
+        let driver = size * split::DESCRIPTOR_BYTES;
+        let driver_bytes = split::DRIVER_HEADER_BYTES + 2 * size;
+        let device = (driver + driver_bytes).next_multiple_of(split::USED_BYTES);
+        let bytes = device + split::DEVICE_HEADER_BYTES + split::USED_BYTES * size;
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let own = OwnMemory::new(&self.firmware, self.setup.pd, bytes, "prepare")?;
+        let place = Place { descriptors: 0, driver, device, key: own.key };
+        let keep = Arc::clone(&own.block) as Keep;
+        control.queues.scratch = Some(Scratch { place, keep });
+        control.scratch = Some(own);
+        Ok(())
+    }
+}
+
+impl Control {
+    /// The one place where the device's state changes.
+    fn change(&mut self, event: DeviceEvent) {
+        let state = self.state;
+        let next = state.next(event);
+        self.state = next.unwrap_or_else(|| panic!("the device is {state:?} at {event:?}"));
+    }
+
+    /// Whether an event is allowed; an error if not.
+    fn check(&self, event: DeviceEvent, action: &'static str) -> Result<(), VdpaError> {
+        match self.state.next(event) {
+            Some(_) => Ok(()),
+            None => Err(self.wrong_state(action)),
+        }
+    }
+
+    fn wrong_state(&self, action: &'static str) -> VdpaError {
+        let reason = format!("the device is {}", self.state.name());
+        VdpaError::Invalid { action, reason }
+    }
+
+    /// An error while a suspend or a resume goes on.
+    fn check_settled(&self, action: &'static str) -> Result<(), VdpaError> {
+        match self.state {
+            DeviceState::Suspending | DeviceState::Resuming => Err(self.wrong_state(action)),
+            DeviceState::Idle
+            | DeviceState::Prepared
+            | DeviceState::Running
+            | DeviceState::Suspended => Ok(()),
+        }
+    }
+}
+
+fn new_queues(setup: &Setup, count: usize, vectors: u16, counters: bool) -> Queues {
+    let types = setup.general;
+    Queues {
+        list: (0..count).map(|_| Default::default()).collect(),
+        features: 0,
+        used: count,
+        map: None,
+        scratch: None,
+        log: None,
+        table: None,
+        common: Common { pd: setup.pd, vectors },
+        capabilities: setup.virtio,
+        has_counters: counters && types.has_object_type(object_type::VIRTIO_Q_COUNTERS),
+        retired: Arc::default(),
+        orphans: Vec::new(),
+    }
+}
+
+fn memory_config(setup: &Setup, options: &Options) -> MemoryConfig {
+    let defaults = MemoryConfig::default();
+    let entries = 1_u64.checked_shl(u32::from(setup.general.log_max_klm_list()));
+    let serial = options.memory == Pace::Serial;
+    MemoryConfig {
+        entries_max: entries.unwrap_or(defaults.entries_max).min(defaults.entries_max),
+        create_window: options.memory.window(),
+        destroy_window: options.memory.window(),
+        staged_bytes_max: if serial { usize::MAX } else { options.mailbox_bytes_max / 2 },
+        update: options.update,
+        deletion: options.deletion,
+        ..defaults
+    }
+}
+
+impl fmt::Debug for Mlx5Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mlx5Device").field("identity", &self.identity).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,211 @@
+//! Makes queues ahead of time, and ends them. These wait.
+
+use super::fate::Faults;
+use super::set::{Gates, Queues, batch};
+use super::start::{Starting, Target, destroyed};
+use super::state::{ObjectEvent, ObjectState};
+use super::stop::Stopping;
+use crate::batch::OnFailure;
+use crate::command::{CommandError, Output};
+use crate::firmware::{Firmware, users};
+use crate::options::Prepare;
+use martlet_mlx5_abi::Opcode;
+use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
+use martlet_mlx5_abi::virtq::{QueryCountersOut, VirtqCounters};
+use martlet_vdpa::VdpaError;
+
+impl Queues {
+    /// Makes the active queues, as far as they don't exist, so that their start is cheap.
+    pub(crate) fn prepare(
+        &mut self,
+        firmware: &Firmware,
+        gates: &impl Gates,
+        style: Prepare,
+    ) -> Faults {
+        let active = self.active();
+        match style {
+            Prepare::Nothing => Faults::default(),
+            Prepare::Suspended if self.is_resumable() && self.scratch.is_some() => {
+                let starting = Starting::begin(&active, Target::MadeOnScratch);
+                let mut faults = starting.run(firmware, self, gates);
+                faults.extend(self.warm_up(firmware, &active));
+                faults
+            }
+            Prepare::Suspended | Prepare::Created => {
+                Starting::begin(&active, Target::Made).run(firmware, self, gates)
+            }
+        }
+    }
+
+    /// Runs new queues on the driver's own empty ring and suspends them: from SUSPEND, one command
+    /// is enough for all fields and the start.
+    fn warm_up(&mut self, firmware: &Firmware, active: &[usize]) -> Faults {
+        let mut faults = Faults::default();
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let is_new = |index: &usize| {
+            self.object(*index).is_some_and(|object| object.state == ObjectState::Init)
+        };
+        let new: Vec<usize> = active.iter().copied().filter(is_new).collect();
+        for object in new.iter().filter_map(|index| self.object(*index)) {
+            let ready = batch.push(object.ready_request(&object.fields));
+            batch.push_after(object.stop_request(), ready);
+        }
+        firmware.run(&mut batch);
+        let results = batch.into_results();
+        for (index, pair) in new.into_iter().zip(results.chunks(2)) {
+            let Some(object) = self.object_mut(index) else { continue };
+            match pair {
+                [Ok(_), Ok(_)] => {
+                    object.change(ObjectEvent::Started);
+                    object.change(ObjectEvent::Stopped);
+                }
+                [first, second] => {
+                    // It is made anew by whoever needs it.
+                    object.change(ObjectEvent::FoundBroken);
+                    let error = first.as_ref().err().or(second.as_ref().err());
+                    faults.extend(error.map(|error| one(index, error)).unwrap_or_default());
+                }
+                _ => {}
+            }
+        }
+        faults
+    }
+
+    /// Stops queues and waits. Nothing wrong means that all stand where they say.
+    pub(crate) fn stop(
+        &mut self,
+        firmware: &Firmware,
+        which: &[usize],
+        gates: &impl Gates,
+    ) -> Faults {
+        let mut stopping = Stopping::begin(firmware, self, which, gates);
+        loop {
+            if let Some(faults) = stopping.poll(firmware, self) {
+                return faults;
+            }
+            firmware.wait_until(None);
+        }
+    }
+
+    /// Ends queues, whatever they do. They must not be in the table. What can't be ended becomes
+    /// an orphan, which keeps the memory that it may use.
+    pub(crate) fn destroy(
+        &mut self,
+        firmware: &Firmware,
+        which: &[usize],
+        gates: &impl Gates,
+    ) -> Faults {
+        let mut faults = Faults::default();
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let which = self.with_object(which);
+        for index in &which {
+            gates.close(*index);
+            if let Some(object) = self.object(*index) {
+                batch.push(object.destroy_request());
+            }
+        }
+        firmware.run(&mut batch);
+        for (index, result) in which.into_iter().zip(batch.into_results()) {
+            let orphans = self.orphans.len();
+            destroyed(self, index, &result);
+            if self.orphans.len() > orphans
+                && let Err(error) = &result
+            {
+                faults.extend(one(index, error));
+            }
+        }
+        self.drop_retired(firmware);
+        faults
+    }
+
+    /// Asks a queue once more where it stands, as Linux does for each vring base.
+    pub(crate) fn read_again(
+        &mut self,
+        firmware: &Firmware,
+        index: usize,
+        action: &'static str,
+    ) -> Result<(), VdpaError> {
+        let Some(object) = self.object_mut(index) else { return Ok(()) };
+        let options = firmware.options();
+        let request = object.query_request();
+        let output = firmware.call(users::QUEUES, options.deadlines.queues, request);
+        let found = output.and_then(|output| object.found(&output));
+        match found {
+            Ok(Some(at)) => {
+                self.list[index].at = Some(at);
+                Ok(())
+            }
+            Ok(None) => Ok(()),
+            Err(error) => Err(super::fate::vdpa_error(action, &error)),
+        }
+    }
+
+    /// Looks what state queues are in that should run, and starts those that stand.
+    pub(crate) fn wake_up(
+        &mut self,
+        firmware: &Firmware,
+        which: &[usize],
+        gates: &impl Gates,
+    ) -> Faults {
+        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let which = self.with_object(which);
+        for object in which.iter().filter_map(|index| self.object(*index)) {
+            batch.push(object.query_request());
+        }
+        firmware.run(&mut batch);
+        let mut standing = Vec::new();
+        for (index, result) in which.into_iter().zip(batch.into_results()) {
+            let Some(object) = self.object_mut(index) else { continue };
+            let was = object.state;
+            if let Ok(Some(at)) = result.and_then(|output| object.found(&output))
+                && was != ObjectState::Broken
+                && object.state == ObjectState::Suspended
+            {
+                self.list[index].at = Some(at);
+                standing.push(index);
+            }
+        }
+        if standing.is_empty() {
+            return Faults::default();
+        }
+        Starting::begin(&standing, Target::Running).run(firmware, self, gates)
+    }
+
+    /// Reads the counters of all queues: receive and transmit queues, by turns.
+    pub(crate) fn read_counters(&self, firmware: &Firmware) -> Vec<(usize, VirtqCounters)> {
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let numbered = self.list.iter().enumerate();
+        let numbered = numbered.filter_map(|(index, queue)| Some((index, queue.counters?)));
+        let numbered: Vec<(usize, u32)> = numbered.collect();
+        for (_, number) in &numbered {
+            let opcode = Opcode::QUERY_GENERAL_OBJECT;
+            let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, *number);
+            batch.push(crate::command::Request::new::<QueryCountersOut>(opcode, &input));
+        }
+        firmware.run(&mut batch);
+        let read = |result: &Result<Output, CommandError>| {
+            result.as_ref().ok()?.read::<QueryCountersOut>().ok()
+        };
+        let results = numbered.iter().zip(batch.results());
+        results.filter_map(|((index, _), result)| Some((*index, read(result)?.object))).collect()
+    }
+
+    /// Drops the counters of all queues, which must not exist any more.
+    pub(crate) fn drop_counters(&mut self, firmware: &Firmware) {
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        for queue in &mut self.list {
+            if let Some(number) = queue.counters.take() {
+                let opcode = Opcode::DESTROY_GENERAL_OBJECT;
+                let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, number);
+                batch.push(crate::command::Request::new::<GeneralObjectOut>(opcode, &input));
+            }
+        }
+        firmware.run(&mut batch);
+    }
+}
+
+fn one(index: usize, error: &CommandError) -> Faults {
+    let mut faults = Faults::default();
+    faults.add(index, error.clone());
+    faults
+}

@@ -1,0 +1,288 @@
+//! One virtqueue: what is known of it, and the commands about it.
+
+use super::state::{ObjectEvent, ObjectState};
+use super::umem::UmemPiece;
+use crate::command::{CommandError, Keep, Output, Request};
+use crate::memory::MapRef;
+use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
+use martlet_mlx5_abi::virtq::{
+    QueryVirtqOut, SPLIT, VirtioNetQueue, VirtioQueue, VirtqIn, VirtqState, event_mode, modify,
+};
+use martlet_mlx5_abi::{Opcode, U16, U24, U32, U64};
+use martlet_vdpa::{QueueConfig, QueueState};
+use std::fmt;
+use std::sync::Arc;
+use zerocopy::FromZeros;
+
+/// Where a queue's rings are, and by which key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) descriptors: u64,
+    pub(crate) driver: u64,
+    pub(crate) device: u64,
+    pub(crate) key: u32,
+}
+
+/// Where a queue logs the pages it writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LogTo {
+    pub(crate) key: u32,
+    pub(crate) bytes: u32,
+}
+
+/// Everything about a queue that can be modified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fields {
+    pub(crate) place: Place,
+    pub(crate) features: u16,
+    /// `None` for what the object has by itself.
+    pub(crate) at: Option<QueueState>,
+    pub(crate) log: Option<LogTo>,
+}
+
+/// What never changes about the objects of a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Common {
+    pub(crate) pd: u32,
+    pub(crate) vectors: u16,
+}
+
+/// A virtqueue's object in the device.
+pub(crate) struct Object {
+    pub(crate) id: u32,
+    pub(crate) size: u16,
+    pub(crate) state: ObjectState,
+    /// What it was made or modified with last. Its indices are `None` while they move.
+    pub(crate) fields: Fields,
+    /// Keeps its memory for the firmware.
+    pub(crate) umem: Arc<UmemPiece>,
+    /// What its key keeps: more than one while nobody knows which key it has.
+    pub(crate) holds: Vec<Hold>,
+}
+
+/// What keeps a key that an object may use.
+#[derive(Clone)]
+pub(crate) enum Hold {
+    /// A map of guest memory.
+    Map(#[expect(dead_code, reason = "it is there to be held")] MapRef),
+    /// Memory of the driver's own.
+    Own(#[expect(dead_code, reason = "it is there to be held")] Keep),
+}
+
+impl fmt::Debug for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Object({}, {:?}, {:?})", self.id, self.state, self.fields)
+    }
+}
+
+/// A virtqueue, with an object or without.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    /// As the VMM said.
+    pub(crate) config: Option<QueueConfig>,
+    /// Where it stands or will begin; `None` while it runs, and when that got lost.
+    pub(crate) at: Option<QueueState>,
+    pub(crate) object: Option<Object>,
+    /// Number of its counters.
+    pub(crate) counters: Option<u32>,
+}
+
+impl Object {
+    /// The one place where its state changes.
+    pub(crate) fn change(&mut self, event: ObjectEvent) {
+        let (id, state) = (self.id, self.state);
+        let next = state.next(event);
+        self.state = next.unwrap_or_else(|| panic!("virtqueue {id} is {state:?} at {event:?}"));
+    }
+
+    /// Whether it does nothing, for certain.
+    pub(crate) fn stands(&self) -> bool {
+        match self.state {
+            ObjectState::Init | ObjectState::Suspended | ObjectState::Broken => true,
+            ObjectState::Ready | ObjectState::Unknown => false,
+        }
+    }
+
+    /// Which fields differ from what is wanted.
+    fn differing(&self, wanted: &Fields) -> u64 {
+        let (has, mut select) = (&self.fields, 0);
+        let mut differ = |differs: bool, bits: u64| select |= if differs { bits } else { 0 };
+        let rings = |place: &Place| (place.descriptors, place.driver, place.device);
+        differ(rings(&has.place) != rings(&wanted.place), modify::ADDRESSES);
+        differ(has.place.key != wanted.place.key, modify::VIRTIO_Q_MKEY);
+        differ(has.features != wanted.features, modify::QUEUE_FEATURES);
+        let moves = wanted.at.is_some() && has.at != wanted.at;
+        differ(moves, modify::AVAIL_INDEX | modify::USED_INDEX);
+        let log = modify::DIRTY_BITMAP_PARAMS | modify::DIRTY_BITMAP_DUMP_ENABLE;
+        differ(has.log != wanted.log && wanted.log.is_some(), log);
+        differ(has.log != wanted.log && wanted.log.is_none(), modify::DIRTY_BITMAP_DUMP_ENABLE);
+        select
+    }
+
+    /// The command that changes it to what is wanted, and to RDY. From SUSPEND everything goes in
+    /// one; from INIT the firmware ignores fields that come with the state (Linux `mlx5_vnet.c`,
+    /// `resume_vqs`), so [`Self::fields_request`] has to come first.
+    pub(crate) fn ready_request(&self, wanted: &Fields) -> Request {
+        let select = match self.state {
+            ObjectState::Init => 0,
+            _ => self.differing(wanted),
+        };
+        self.modify(wanted, select | modify::STATE, VirtqState::RDY)
+    }
+
+    /// The command that changes fields alone; `None` if nothing differs.
+    pub(crate) fn fields_request(&self, wanted: &Fields) -> Option<Request> {
+        let select = self.differing(wanted);
+        (select != 0).then(|| self.modify(wanted, select, VirtqState::INIT))
+    }
+
+    /// The command that begins or ends logging, in any state.
+    pub(crate) fn log_request(&self, log: Option<LogTo>) -> Option<Request> {
+        self.fields_request(&Fields { log, at: None, ..self.fields })
+    }
+
+    /// The command that stops it.
+    pub(crate) fn stop_request(&self) -> Request {
+        self.modify(&self.fields, modify::STATE, VirtqState::SUSPEND)
+    }
+
+    fn modify(&self, wanted: &Fields, select: u64, state: VirtqState) -> Request {
+        let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+        let header = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, self.id);
+        let mut object = VirtioNetQueue::new_zeroed();
+        object.modify_field_select = U64::new(select);
+        fill(&mut object, wanted);
+        object.set_state(state);
+        Request::new::<GeneralObjectOut>(opcode, &VirtqIn { header, object })
+    }
+
+    /// The command that asks for its state and indices.
+    pub(crate) fn query_request(&self) -> Request {
+        let opcode = Opcode::QUERY_GENERAL_OBJECT;
+        let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, self.id);
+        Request::new::<QueryVirtqOut>(opcode, &input)
+    }
+
+    /// The command that ends it.
+    pub(crate) fn destroy_request(&self) -> Request {
+        let opcode = Opcode::DESTROY_GENERAL_OBJECT;
+        let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, self.id);
+        Request::new::<GeneralObjectOut>(opcode, &input)
+    }
+
+    /// A change of fields has succeeded: it has what was wanted.
+    pub(crate) fn has_fields(&mut self, wanted: &Fields, hold: Option<Hold>) {
+        let at = wanted.at.or(self.fields.at);
+        self.fields = Fields { at, ..*wanted };
+        self.holds.clear();
+        self.holds.extend(hold);
+    }
+
+    /// A change of fields may have happened: it may use either key.
+    pub(crate) fn may_have_fields(&mut self, wanted: &Fields, hold: Option<Hold>) {
+        if wanted.place.key != self.fields.place.key {
+            self.holds.extend(hold);
+            // Whatever is wanted next differs from this: it is said anew.
+            self.fields.place.key = !wanted.place.key;
+        }
+        self.fields.at = None;
+    }
+
+    /// What a query has found. The indices, if it stands.
+    ///
+    /// The available index that the firmware returns is not reliable (Linux `mlx5_vnet.c`,
+    /// `suspend_vq`): both are equal after a suspend, so the used index stands for both.
+    pub(crate) fn found(&mut self, output: &Output) -> Result<Option<QueueState>, CommandError> {
+        let found: QueryVirtqOut = output.read()?;
+        if found.header.obj_id.get() != self.id {
+            return Err(output.nonsense("another object"));
+        }
+        let used_index = found.object.hw_used_index.get();
+        let at = QueueState { avail_index: used_index, used_index };
+        match found.object.state() {
+            VirtqState::RDY if self.state != ObjectState::Broken => {
+                self.change(ObjectEvent::FoundReady);
+                Ok(None)
+            }
+            VirtqState::SUSPEND if self.state != ObjectState::Broken => {
+                self.change(ObjectEvent::FoundSuspended);
+                self.fields.at = Some(at);
+                Ok(Some(at))
+            }
+            VirtqState::ERR => {
+                self.change(ObjectEvent::FoundBroken);
+                Ok(Some(at))
+            }
+            // Its start never happened.
+            VirtqState::INIT if matches!(self.state, ObjectState::Init | ObjectState::Unknown) => {
+                self.change(ObjectEvent::FoundBroken);
+                Ok(None)
+            }
+            _ => Err(output.nonsense("an impossible state")),
+        }
+    }
+}
+
+/// The command that makes a queue's object.
+pub(crate) fn create_request(
+    index: u16,
+    size: u16,
+    wanted: &Fields,
+    common: &Common,
+    umem: &UmemPiece,
+    counters: Option<u32>,
+) -> Request {
+    let opcode = Opcode::CREATE_GENERAL_OBJECT;
+    let header = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, 0);
+    let mut object = VirtioNetQueue::new_zeroed();
+    fill(&mut object, wanted);
+    object.set_state(VirtqState::INIT);
+    let queue = &mut object.virtio_q;
+    queue.kind = SPLIT;
+    match index.checked_rem(common.vectors) {
+        Some(vector) => {
+            queue.event_mode = event_mode::MSIX;
+            queue.event_qpn_or_msix = U24::new(u32::from(vector));
+        }
+        None => queue.event_mode = event_mode::NONE,
+    }
+    queue.queue_index = U16::new(index);
+    queue.doorbell_stride_index = U16::new(index);
+    queue.queue_size = U16::new(size);
+    queue.umem = umem.refs();
+    queue.counter_set_id = U32::new(counters.unwrap_or(0));
+    queue.pd = U24::new(common.pd);
+    Request::new::<GeneralObjectOut>(opcode, &VirtqIn { header, object })
+}
+
+/// Writes the fields that can be modified into an object.
+fn fill(object: &mut VirtioNetQueue, wanted: &Fields) {
+    let at = wanted.at.unwrap_or_default();
+    object.hw_available_index = U16::new(at.avail_index);
+    object.hw_used_index = U16::new(at.used_index);
+    object.set_features(wanted.features);
+    if let Some(log) = wanted.log {
+        object.set_logging(true);
+        object.set_log_page(0);
+        object.dirty_bitmap_mkey = U32::new(log.key);
+        object.dirty_bitmap_size = U32::new(log.bytes);
+    }
+    let queue = &mut object.virtio_q;
+    queue.flags = VirtioQueue::VIRTIO_1_0 | VirtioQueue::ETH_FRAME;
+    queue.desc_addr = U64::new(wanted.place.descriptors);
+    queue.available_addr = U64::new(wanted.place.driver);
+    queue.used_addr = U64::new(wanted.place.device);
+    queue.mkey = U32::new(wanted.place.key);
+}
+
+impl Place {
+    /// A guest's rings, under its map's key.
+    pub(crate) fn of(config: &QueueConfig, key: u32) -> Place {
+        Place {
+            descriptors: config.descriptors.0,
+            driver: config.driver.0,
+            device: config.device.0,
+            key,
+        }
+    }
+}

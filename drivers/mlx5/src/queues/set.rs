@@ -1,0 +1,161 @@
+//! All virtqueues of a device.
+
+use super::queue::{Common, Fields, Hold, LogTo, Object, Place, Queue};
+use super::table::Table;
+use super::umem::{self, Retired};
+use crate::batch::{Batch, BatchOptions, OnFailure};
+use crate::command::{CommandError, Keep};
+use crate::firmware::{Firmware, users};
+use crate::memory::MapRef;
+use crate::options::Pace;
+use martlet_mlx5_abi::capability::VirtioCapabilities;
+use martlet_vdpa::QueueState;
+use std::sync::PoisonError;
+
+/// What the guest sees of a queue's start and stop.
+pub(crate) trait Gates {
+    /// Kicks reach the device from now on; it is kicked, and the guest notified, once.
+    fn open(&self, queue: usize);
+
+    /// Kicks are forgotten from now on.
+    fn close(&self, queue: usize);
+}
+
+/// An empty ring of the driver's own, on which queues are run before their guest arrives.
+pub(crate) struct Scratch {
+    pub(crate) place: Place,
+    pub(crate) keep: Keep,
+}
+
+/// All virtqueues of a device, and what they have in common.
+pub(crate) struct Queues {
+    pub(crate) list: Vec<Queue>,
+    /// By the numbers of the device.
+    pub(crate) features: u16,
+    /// Queues in use, from the first; an even number.
+    pub(crate) used: usize,
+    pub(crate) map: Option<MapRef>,
+    pub(crate) scratch: Option<Scratch>,
+    pub(crate) log: Option<LogTo>,
+    pub(crate) table: Option<Table>,
+    pub(crate) common: Common,
+    pub(crate) capabilities: VirtioCapabilities,
+    pub(crate) has_counters: bool,
+    pub(crate) retired: Retired,
+    /// Objects that could not be destroyed. They keep what they may use.
+    pub(crate) orphans: Vec<Object>,
+}
+
+impl Queues {
+    /// Whether a suspended queue can be made ready again.
+    pub(crate) fn is_resumable(&self) -> bool {
+        self.capabilities.suspend_abilities & VirtioCapabilities::FREEZE_TO_RDY != 0
+    }
+
+    /// The queues that are configured and in use.
+    pub(crate) fn active(&self) -> Vec<usize> {
+        let used = self.list.iter().take(self.used).enumerate();
+        used.filter(|(_, queue)| queue.config.is_some()).map(|(index, _)| index).collect()
+    }
+
+    /// What a queue of the guest's is to have. `None` without a configuration or a map.
+    pub(crate) fn wanted(&self, index: usize) -> Option<(Fields, Hold)> {
+        let (config, map) = (self.list.get(index)?.config?, self.map.as_ref()?);
+        let fields = Fields {
+            place: Place::of(&config, map.key()),
+            features: self.features,
+            at: self.list[index].at,
+            log: self.log,
+        };
+        Some((fields, Hold::Map(map.clone())))
+    }
+
+    /// What a queue on the driver's own ring is to have.
+    pub(crate) fn wanted_on_scratch(&self, scratch: &Scratch) -> (Fields, Hold) {
+        let fields = Fields {
+            place: scratch.place,
+            features: self.features,
+            at: Some(QueueState::default()),
+            log: self.log,
+        };
+        (fields, Hold::Own(Keep::clone(&scratch.keep)))
+    }
+
+    /// Objects that exist, of these queues.
+    pub(crate) fn with_object(&self, queues: &[usize]) -> Vec<usize> {
+        queues.iter().copied().filter(|index| self.list[*index].object.is_some()).collect()
+    }
+
+    pub(crate) fn object(&self, index: usize) -> Option<&Object> {
+        self.list.get(index)?.object.as_ref()
+    }
+
+    pub(crate) fn object_mut(&mut self, index: usize) -> Option<&mut Object> {
+        self.list.get_mut(index)?.object.as_mut()
+    }
+
+    /// Receive queues' object numbers, of these queues.
+    pub(crate) fn receivers(&self, queues: &[usize]) -> Vec<u32> {
+        let receive = queues.iter().filter(|index| index.is_multiple_of(2));
+        receive.filter_map(|index| self.object(*index)).map(|object| object.id).collect()
+    }
+
+    /// Unregisters umems whose last queue is gone. What can't be is kept and tried again.
+    pub(crate) fn drop_retired(&mut self, firmware: &Firmware) {
+        let take = |retired: &Retired| {
+            std::mem::take(&mut *retired.lock().unwrap_or_else(PoisonError::into_inner))
+        };
+        let retired = take(&self.retired);
+        if retired.is_empty() {
+            return;
+        }
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        for (id, memory) in &retired {
+            batch.push(umem::destroy(*id, memory));
+        }
+        firmware.run(&mut batch);
+        let failed = retired.into_iter().zip(batch.into_results()).filter(|(_, result)| {
+            let opcode = martlet_mlx5_abi::Opcode::DESTROY_UMEM;
+            !crate::firmware::is_done(opcode, result)
+        });
+        let failed: Vec<_> = failed.map(|(umem, _)| umem).collect();
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(failed);
+    }
+
+    /// Tries again to destroy what could not be destroyed; how many are left.
+    pub(crate) fn drop_orphans(&mut self, firmware: &Firmware) -> usize {
+        if self.orphans.is_empty() {
+            return 0;
+        }
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        for orphan in &self.orphans {
+            batch.push(orphan.destroy_request());
+        }
+        firmware.run(&mut batch);
+        let results = batch.into_results();
+        let mut results = results.iter();
+        self.orphans.retain(|_| !results.next().is_some_and(is_destroyed));
+        self.orphans.len()
+    }
+}
+
+/// Whether the answer to a destruction means that there is nothing any more.
+pub(crate) fn is_destroyed(result: &Result<crate::command::Output, CommandError>) -> bool {
+    let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
+    // A second try after one that was not answered finds nothing.
+    let is_missing = matches!(
+        result,
+        Err(CommandError::Status { status: martlet_mlx5_abi::CommandStatus::BAD_RESOURCE, .. })
+    );
+    is_missing || crate::firmware::is_done(opcode, result)
+}
+
+/// A batch of commands about queues.
+pub(crate) fn batch(firmware: &Firmware, pace: Pace, on_failure: OnFailure) -> Batch {
+    Batch::new(BatchOptions {
+        user: users::QUEUES,
+        window: pace.window(),
+        deadline: firmware.options().deadlines.queues,
+        on_failure,
+    })
+}

@@ -1,0 +1,507 @@
+//! Starts queues together: makes those that don't exist, changes those that do, makes those anew
+//! that can't be changed, and tells the table last.
+
+use super::fate::{Faults, number};
+use super::queue::{Fields, Hold, Object, create_request};
+use super::set::{Gates, Queues, batch, is_destroyed};
+use super::state::{ObjectEvent, ObjectState};
+use super::table::TableStep;
+use super::umem::UmemPlan;
+use crate::batch::{Batch, OnFailure};
+use crate::command::{CommandError, Output, Request};
+use crate::firmware::Firmware;
+use crate::options::Pace;
+use martlet_mlx5_abi::Opcode;
+use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortOut, object_type};
+use martlet_mlx5_abi::virtq::{CountersIn, VirtqCounters};
+use std::sync::Arc;
+use zerocopy::FromZeros;
+
+/// How far a start goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// The queues exist, on their guests' rings.
+    Made,
+    /// The queues exist, on the driver's own ring.
+    MadeOnScratch,
+    /// Frames flow.
+    Running,
+}
+
+/// A start that is going on.
+pub(crate) struct Starting {
+    queues: Vec<usize>,
+    target: Target,
+    stage: Stage,
+    /// Queues whose objects are to be made anew.
+    remake: Vec<usize>,
+    /// Whether queues that failed have had their second try.
+    second: bool,
+    faults: Faults,
+}
+
+enum Stage {
+    Begin,
+    TableOut { batch: Batch, step: TableStep, receivers: Vec<u32> },
+    Destroy { batch: Batch },
+    Supply { batch: Batch, plan: UmemPlan, counters: Vec<usize> },
+    Create { batch: Batch, made: Vec<Made> },
+    Ready { batch: Batch, items: Vec<Item>, failed: Vec<(usize, CommandError)> },
+    Look { batch: Batch, failed: Vec<(usize, CommandError)> },
+    TableIn { batch: Batch, step: TableStep, receivers: Vec<u32> },
+    Over,
+}
+
+/// A queue whose object is being made.
+struct Made {
+    index: usize,
+    fields: Fields,
+    hold: Hold,
+    umem: Arc<super::umem::UmemPiece>,
+    size: u16,
+}
+
+/// What an item of the last batch is.
+#[derive(Clone)]
+enum Item {
+    Fields { index: usize, fields: Fields, hold: Hold },
+    Ready { index: usize, fields: Fields, hold: Hold },
+}
+
+impl Starting {
+    /// Begins to start these queues; those that run already are left alone.
+    pub(crate) fn begin(which: &[usize], target: Target) -> Starting {
+        Starting {
+            queues: which.to_vec(),
+            target,
+            stage: Stage::Begin,
+            remake: Vec::new(),
+            second: false,
+            faults: Faults::default(),
+        }
+    }
+
+    /// Moves it on by a step: what is wrong, if it is over. Queues that started are kicked and
+    /// their guests notified as soon as each has.
+    pub(crate) fn poll(
+        &mut self,
+        firmware: &Firmware,
+        queues: &mut Queues,
+        gates: &impl Gates,
+    ) -> Option<Faults> {
+        loop {
+            let stage = std::mem::replace(&mut self.stage, Stage::Over);
+            self.stage = match stage {
+                Stage::Begin => {
+                    self.remake = self.to_remake(queues);
+                    self.table_out(firmware, queues)
+                }
+                Stage::TableOut { mut batch, step, receivers } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::TableOut { batch, step, receivers };
+                        return None;
+                    }
+                    if let Some(result) = batch.result(0)
+                        && let Err(error) = queues.table_answer(step, &receivers, result)
+                    {
+                        self.faults.add_general(error);
+                    }
+                    self.destroy(firmware, queues)
+                }
+                Stage::Destroy { mut batch } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::Destroy { batch };
+                        return None;
+                    }
+                    let gone = queues.with_object(&self.remake);
+                    for (index, result) in gone.into_iter().zip(batch.results()) {
+                        destroyed(queues, index, result);
+                    }
+                    self.supply(firmware, queues)
+                }
+                Stage::Supply { mut batch, plan, counters } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::Supply { batch, plan, counters };
+                        return None;
+                    }
+                    self.create(firmware, queues, &batch, plan, &counters)
+                }
+                Stage::Create { mut batch, made } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::Create { batch, made };
+                        return None;
+                    }
+                    for (made, result) in made.into_iter().zip(batch.results()) {
+                        self.created(queues, made, result);
+                    }
+                    self.ready(firmware, queues)
+                }
+                Stage::Ready { mut batch, items, mut failed } => {
+                    let done = firmware.poll(&mut batch);
+                    while let Some(item) = batch.poll_item() {
+                        if let (Some(item), Some(result)) = (items.get(item), batch.result(item)) {
+                            failed.extend(readied(queues, gates, item.clone(), result));
+                        }
+                    }
+                    if !done {
+                        self.stage = Stage::Ready { batch, items, failed };
+                        return None;
+                    }
+                    self.look(firmware, queues, failed)
+                }
+                Stage::Look { mut batch, failed } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::Look { batch, failed };
+                        return None;
+                    }
+                    let results: Vec<_> = batch.into_results();
+                    self.looked(firmware, queues, gates, failed, &results)
+                }
+                Stage::TableIn { mut batch, step, receivers } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::TableIn { batch, step, receivers };
+                        return None;
+                    }
+                    if let Some(result) = batch.result(0)
+                        && let Err(error) = queues.table_answer(step, &receivers, result)
+                    {
+                        self.faults.add_general(error);
+                    }
+                    Stage::Over
+                }
+                Stage::Over => return Some(std::mem::take(&mut self.faults)),
+            };
+        }
+    }
+
+    /// Executes it to the end.
+    pub(crate) fn run(
+        mut self,
+        firmware: &Firmware,
+        queues: &mut Queues,
+        gates: &impl Gates,
+    ) -> Faults {
+        loop {
+            if let Some(faults) = self.poll(firmware, queues, gates) {
+                return faults;
+            }
+            firmware.wait_until(None);
+        }
+    }
+
+    /// Queues whose objects are missing, or can't be changed to what is wanted.
+    fn to_remake(&self, queues: &Queues) -> Vec<usize> {
+        let resumable = queues.is_resumable();
+        let has_to = |index: &usize| {
+            let queue = &queues.list[*index];
+            let Some(object) = &queue.object else { return true };
+            let wrong_size = queue.config.is_some_and(|config| config.size != object.size);
+            let stuck = object.state == ObjectState::Suspended && !resumable;
+            object.state == ObjectState::Broken || wrong_size || stuck
+        };
+        self.queues.iter().copied().filter(has_to).collect()
+    }
+
+    /// The table must not name what is destroyed.
+    fn table_out(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
+        let names = |index: &usize| self.remake.contains(index);
+        if queues.receivers(&self.remake).is_empty() || queues.table.is_none() {
+            return self.destroy(firmware, queues);
+        }
+        let stay: Vec<usize> = queues.active().into_iter().filter(|index| !names(index)).collect();
+        let receivers = queues.receivers(&stay);
+        let Some(step) = queues.table_step(&receivers) else {
+            return self.destroy(firmware, queues);
+        };
+        let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
+        batch.push(queues.table_request(step, &receivers));
+        Stage::TableOut { batch, step, receivers }
+    }
+
+    fn destroy(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        for index in queues.with_object(&self.remake) {
+            if let Some(object) = queues.object(index) {
+                batch.push(object.destroy_request());
+            }
+        }
+        Stage::Destroy { batch }
+    }
+
+    /// Memory for the firmware, and counters.
+    fn supply(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
+        let size = |index: &usize| queues.list[*index].config.map_or(0, |config| config.size);
+        let sizes: Vec<u16> = self.remake.iter().map(size).collect();
+        let style = firmware.options().umems;
+        let plan = UmemPlan::new(firmware.dma(), &queues.capabilities, style, &sizes);
+        let plan = match plan {
+            Ok(plan) => plan,
+            Err(error) => {
+                self.faults.add_host(error.to_string());
+                self.remake.clear();
+                return self.ready(firmware, queues);
+            }
+        };
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        for request in plan.requests() {
+            batch.push(request);
+        }
+        let lacks = |index: &usize| queues.has_counters && queues.list[*index].counters.is_none();
+        let counters: Vec<usize> = self.remake.iter().copied().filter(lacks).collect();
+        for _ in &counters {
+            batch.push(counters_request());
+        }
+        Stage::Supply { batch, plan, counters }
+    }
+
+    fn create(
+        &mut self,
+        firmware: &Firmware,
+        queues: &mut Queues,
+        supplied: &Batch,
+        plan: UmemPlan,
+        counters: &[usize],
+    ) -> Stage {
+        let mut results = supplied.results();
+        let umems = supplied.len() - counters.len();
+        let ids: Result<Vec<u32>, CommandError> =
+            results.by_ref().take(umems).map(|result| object_of(result)).collect();
+        for (index, result) in counters.iter().zip(results) {
+            // Without counters a queue works as well.
+            let output = result.as_ref().ok().and_then(|o| o.read::<GeneralObjectOut>().ok());
+            queues.list[*index].counters = output.map(|output| output.obj_id.get());
+        }
+        let pieces = match ids {
+            Ok(ids) => plan.pieces(&ids, &queues.retired),
+            Err(error) => {
+                self.forget_umems(supplied, umems, plan, queues);
+                for index in std::mem::take(&mut self.remake) {
+                    self.faults.add(index, error.clone());
+                }
+                return self.ready(firmware, queues);
+            }
+        };
+        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut made = Vec::new();
+        for (index, umem) in self.remake.iter().copied().zip(pieces) {
+            let queue = &queues.list[index];
+            let wanted = match (self.target, &queues.scratch) {
+                (Target::MadeOnScratch, Some(scratch)) => Some(queues.wanted_on_scratch(scratch)),
+                _ => queues.wanted(index),
+            };
+            // Where a queue that was lost would begin is not known: nothing can be made of it.
+            let Some(((fields, hold), size)) =
+                wanted.filter(|(f, _)| f.at.is_some()).zip(queue.config.map(|config| config.size))
+            else {
+                self.faults.add_standing(index);
+                continue;
+            };
+            let counters = queue.counters;
+            let common = &queues.common;
+            let request = create_request(number(index), size, &fields, common, &umem, counters);
+            let keep = Arc::new((Arc::clone(&umem), hold.clone()));
+            batch.push(request.keeping(keep));
+            made.push(Made { index, fields, hold, umem, size });
+        }
+        Stage::Create { batch, made }
+    }
+
+    /// Some umems could not be made: those that were are retired.
+    fn forget_umems(&self, supplied: &Batch, umems: usize, plan: UmemPlan, queues: &Queues) {
+        let made = supplied.results().take(umems).map(object_of);
+        plan.retire(made.map(Result::ok), &queues.retired);
+    }
+
+    fn created(&mut self, queues: &mut Queues, made: Made, result: &Result<Output, CommandError>) {
+        let id = result
+            .as_ref()
+            .map_err(CommandError::clone)
+            .and_then(|output| output.read::<GeneralObjectOut>())
+            .map(|output| output.obj_id.get());
+        match id {
+            Ok(id) => {
+                let Made { index, fields, hold, umem, size } = made;
+                let (state, holds) = (ObjectState::Init, vec![hold]);
+                queues.list[index].object = Some(Object { id, size, state, fields, umem, holds });
+            }
+            Err(error) => {
+                self.faults.add(made.index, error);
+                self.faults.add_standing(made.index);
+            }
+        }
+    }
+
+    fn ready(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
+        if self.target != Target::Running {
+            return self.table_in(firmware, queues);
+        }
+        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut items = Vec::new();
+        for index in self.queues.iter().copied() {
+            let Some(object) = queues.object(index) else { continue };
+            if matches!(object.state, ObjectState::Ready | ObjectState::Broken) {
+                continue;
+            }
+            let Some((fields, hold)) = queues.wanted(index) else { continue };
+            let ready = Item::Ready { index, fields, hold: hold.clone() };
+            // From INIT the fields have to go first.
+            let first = match object.state {
+                ObjectState::Init => object.fields_request(&fields),
+                _ => None,
+            };
+            match first {
+                Some(first) => {
+                    let first = batch.push(first);
+                    items.push(Item::Fields { index, fields, hold });
+                    batch.push_after(object.ready_request(&fields), first);
+                }
+                None => {
+                    batch.push(object.ready_request(&fields));
+                }
+            }
+            items.push(ready);
+        }
+        Stage::Ready { batch, items, failed: Vec::new() }
+    }
+
+    /// Looks what state those are in that did not start.
+    fn look(
+        &mut self,
+        firmware: &Firmware,
+        queues: &Queues,
+        failed: Vec<(usize, CommandError)>,
+    ) -> Stage {
+        if failed.is_empty() {
+            return self.table_in(firmware, queues);
+        }
+        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        for (index, _) in &failed {
+            if let Some(object) = queues.object(*index) {
+                batch.push(object.query_request());
+            }
+        }
+        Stage::Look { batch, failed }
+    }
+
+    fn looked(
+        &mut self,
+        firmware: &Firmware,
+        queues: &mut Queues,
+        gates: &impl Gates,
+        failed: Vec<(usize, CommandError)>,
+        results: &[Result<Output, CommandError>],
+    ) -> Stage {
+        let mut again = Vec::new();
+        for ((index, error), result) in failed.into_iter().zip(results) {
+            let wanted = queues.wanted(index);
+            let Some(object) = queues.object_mut(index) else { continue };
+            let found = result.as_ref().ok().and_then(|output| object.found(output).ok());
+            if object.state == ObjectState::Ready && found.is_some() {
+                // It has started after all, or it never stood.
+                if let Some((fields, hold)) = wanted {
+                    object.has_fields(&fields, Some(hold));
+                }
+                runs(queues, gates, index);
+                continue;
+            }
+            // What it stands at is known if nothing else moved it.
+            let known = queues.list[index].at.is_some();
+            if known && !self.second && !firmware.is_gone() {
+                again.push(index);
+            } else {
+                self.faults.add(index, error);
+                self.faults.add_standing(index);
+            }
+        }
+        if again.is_empty() {
+            return self.table_in(firmware, queues);
+        }
+        self.second = true;
+        self.remake = again;
+        self.table_out(firmware, queues)
+    }
+
+    /// The table names the queues that are in use.
+    fn table_in(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
+        let in_use = |index: &usize| match self.target {
+            Target::Running => {
+                queues.object(*index).is_some_and(|object| object.state == ObjectState::Ready)
+            }
+            Target::Made | Target::MadeOnScratch => queues.object(*index).is_some(),
+        };
+        let which: Vec<usize> = queues.active().into_iter().filter(in_use).collect();
+        let receivers = queues.receivers(&which);
+        let Some(step) = queues.table_step(&receivers) else { return Stage::Over };
+        let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
+        batch.push(queues.table_request(step, &receivers));
+        Stage::TableIn { batch, step, receivers }
+    }
+}
+
+fn object_of(result: &Result<Output, CommandError>) -> Result<u32, CommandError> {
+    let output = result.as_ref().map_err(CommandError::clone)?;
+    Ok(output.read::<ShortOut>()?.object.get())
+}
+
+fn counters_request() -> Request {
+    let opcode = Opcode::CREATE_GENERAL_OBJECT;
+    let header = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, 0);
+    let object = VirtqCounters::new_zeroed();
+    Request::new::<GeneralObjectOut>(opcode, &CountersIn { header, object })
+}
+
+/// An object was destroyed, or is one that could not be.
+pub(super) fn destroyed(queues: &mut Queues, index: usize, result: &Result<Output, CommandError>) {
+    let Some(object) = queues.list[index].object.take() else { return };
+    if !is_destroyed(result) {
+        tracing::warn!(queue = index, "a virtqueue could not be destroyed");
+        queues.orphans.push(object);
+    }
+}
+
+fn runs(queues: &mut Queues, gates: &impl Gates, index: usize) {
+    if let Some(object) = queues.object_mut(index) {
+        object.fields.at = None;
+    }
+    queues.list[index].at = None;
+    gates.open(index);
+}
+
+/// Takes the answer to an item of the last batch; the queue and the error, if it failed.
+fn readied(
+    queues: &mut Queues,
+    gates: &impl Gates,
+    item: Item,
+    result: &Result<Output, CommandError>,
+) -> Option<(usize, CommandError)> {
+    match item {
+        Item::Fields { index, fields, hold } => {
+            let object = queues.object_mut(index)?;
+            match result {
+                Ok(_) => object.has_fields(&fields, Some(hold)),
+                Err(error) if error.may_be_done() => object.may_have_fields(&fields, Some(hold)),
+                Err(_) => {}
+            }
+            // Its second command tells, by being skipped.
+            None
+        }
+        Item::Ready { index, fields, hold } => {
+            let object = queues.object_mut(index)?;
+            match result {
+                Ok(_) => {
+                    object.change(ObjectEvent::Started);
+                    object.has_fields(&fields, Some(hold));
+                    runs(queues, gates, index);
+                    None
+                }
+                Err(error) => {
+                    if error.may_be_done() {
+                        object.change(ObjectEvent::Unanswered);
+                        object.may_have_fields(&fields, Some(hold));
+                    }
+                    Some((index, error.clone()))
+                }
+            }
+        }
+    }
+}
