@@ -426,7 +426,14 @@ impl<M: Memory> Joint<M> {
                 }
                 Work::Marker { round } => (Operation::Immediate(round), 0, 0, Key(0)),
             };
-            Request { id: post.sequence.0, operation, from, bytes, local, signalled: post.signalled }
+            Request {
+                id: post.sequence.0,
+                operation,
+                from,
+                bytes,
+                local,
+                signalled: post.signalled,
+            }
         };
         let list: Vec<Request> = self.posts.iter().map(request).collect();
         if let Some(checker) = self.checker.as_mut() {
@@ -457,7 +464,9 @@ const SIDE_SHIFT: u32 = 52;
 /// Where pages are on a side.
 pub(crate) fn address(side: Side, pages: PageSpan) -> u64 {
     let side = place(side) as u64 + 1;
-    side << SIDE_SHIFT | u64::from(pages.region().0) << REGION_SHIFT | pages.first_page() * PAGE_SIZE
+    side << SIDE_SHIFT
+        | u64::from(pages.region().0) << REGION_SHIFT
+        | pages.first_page() * PAGE_SIZE
 }
 
 /// Region and offset of an address.

@@ -7,8 +7,8 @@
 //!   used to work, as it works with many writes in flight, and as martlet does it.
 #![forbid(unsafe_code)]
 
-mod checker;
 mod chance;
+mod checker;
 mod guest;
 mod joint;
 pub mod scenario;

@@ -112,8 +112,7 @@ enum AttemptEnd {
 /// Plays one run.
 pub fn run(options: Options) -> Outcome {
     let mut chance = Chance::new(options.seed);
-    let regions: Vec<u64> =
-        (0..chance.between(1, 3)).map(|_| chance.between(40, 1_000)).collect();
+    let regions: Vec<u64> = (0..chance.between(1, 3)).map(|_| chance.between(40, 1_000)).collect();
     let source = source_config(&mut chance, options.unsound);
     let destination = DestinationConfig {
         queues_max: u16::try_from(chance.between(1, 5)).expect("small"),
@@ -158,9 +157,8 @@ pub fn run(options: Options) -> Outcome {
 }
 
 fn source_config(chance: &mut Chance, unsound: Unsound) -> SourceConfig {
-    let size = |chance: &mut Chance, low, high| {
-        usize::try_from(chance.between(low, high)).expect("small")
-    };
+    let size =
+        |chance: &mut Chance, low, high| usize::try_from(chance.between(low, high)).expect("small");
     SourceConfig {
         chunk_bytes: 1 << 20,
         unit_chunks: 1 << chance.below(2),
@@ -221,7 +219,9 @@ impl World {
             match ended {
                 AttemptEnd::Started => break End::Arrived,
                 AttemptEnd::Stuck => break End::Stuck,
-                AttemptEnd::Closed { revoked: false } if !self.options.impatient => break End::Lost,
+                AttemptEnd::Closed { revoked: false } if !self.options.impatient => {
+                    break End::Lost;
+                }
                 AttemptEnd::Closed { .. } => {
                     self.take_back_unretired();
                     // By another way, or by RDMA once more, from the same dirty pages.

@@ -125,7 +125,8 @@ impl Source {
     /// What was done so far.
     pub fn counters(&self) -> Counters {
         let pinned_bytes = self.units.pinned_bytes();
-        Counters { pinned_bytes, units_dropped: self.units.drops(), ..self.counters }
+        let (units_dropped, messages_waiting) = (self.units.drops(), self.messages_waiting);
+        Counters { pinned_bytes, units_dropped, messages_waiting, ..self.counters }
     }
 
     /// Whether runs can be offered now.

@@ -145,4 +145,6 @@ pub struct Counters {
     pub units_dropped: u64,
     /// Bytes that are registered or on their way.
     pub pinned_bytes: u64,
+    /// Messages that were taken and not posted.
+    pub messages_waiting: usize,
 }
