@@ -73,8 +73,8 @@ fn no_frame_is_lost_on_the_way() {
     }
     let mut cards = loopbacks(2, 4);
     let mut machine = with_cards(&program(LOAD, 32, 2), &cards);
-    for _ in 0..6 {
-        assert_frames_flow(&machine, 500);
+    for _ in 0..4 {
+        assert_frames_flow(&machine, 300);
         let next = loopbacks(2, 4);
         let before = frames(&machine).received;
         let arrived = move_guest_to(&machine, &factory(&next));

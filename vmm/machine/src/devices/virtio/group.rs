@@ -1,8 +1,8 @@
 //! All network cards of a machine, ordered about together.
 
 use super::NICS_MAX;
-use super::backing::Answer;
 use super::lease::Lease;
+use super::life::Answer;
 use super::nic::Nic;
 use super::registers::{MMIO_START, MMIO_STRIDE};
 use super::saved::{NicKind, SavedNic};
@@ -272,7 +272,13 @@ impl Nics {
                 failed.get_or_insert(why);
             }
         }
-        self.wait_for_all(&mut failed, |card| card.poll_resumed(&self.standing, began));
+        self.wait_for_all(&mut failed, |card| card.poll_resumed(began));
+        // Those that stood go first.
+        for card in &self.cards {
+            if let Err(why) = card.catch_up(&self.standing) {
+                failed.get_or_insert(why);
+            }
+        }
         order.phase = Phase::Going;
         failed.map_or(Ok(()), Err)
     }

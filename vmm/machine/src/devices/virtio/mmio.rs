@@ -125,7 +125,7 @@ impl Nic {
     }
 
     /// Whether the features that the driver chose go together and were offered.
-    fn accepts(&self, state: &State) -> bool {
+    pub(super) fn accepts(&self, state: &State) -> bool {
         let chosen = state.driver_features;
         let has = |feature| chosen & feature != 0;
         chosen & !self.kind.features == 0
@@ -164,7 +164,7 @@ impl Nic {
                 true
             }
             Err(error) => {
-                tracing::warn!(card = self.number, pairs, %error, "queue pairs were not set");
+                self.complain(&format!("{pairs} queue pairs were not set: {error}"));
                 false
             }
         }

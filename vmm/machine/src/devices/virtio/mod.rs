@@ -18,6 +18,7 @@ mod control;
 mod group;
 mod interrupts;
 mod lease;
+mod life;
 mod mmio;
 mod nic;
 mod queue;
@@ -26,6 +27,7 @@ mod saved;
 mod service;
 #[cfg(test)]
 mod tests;
+mod travel;
 
 pub(crate) use group::Nics;
 pub(crate) use lease::{Devices, Lease};

@@ -1,8 +1,9 @@
 //! One network card: what it is, and its state between the guest and its vDPA device.
 
-use super::backing::{Backing, Prepared};
+use super::backing::{Backing, Event};
 use super::control::ControlIndices;
 use super::interrupts::Interrupts;
+use super::life::Setup;
 use super::queue::Queue;
 use super::registers::{LINES, status};
 use super::saved::NicKind;
@@ -22,8 +23,8 @@ const OFFERED: u64 = feature::NET_CSUM
     | feature::NET_STATUS
     | feature::NET_MQ
     | feature::VERSION_1;
-/// Broken cards that are logged; a guest may break one any number of times.
-const BROKEN_LOGS_MAX: u32 = 10;
+/// Problems of a card that are logged; a guest may make any number.
+const COMPLAINTS_MAX: u32 = 10;
 
 /// See the module's comment.
 pub(super) struct Nic {
@@ -37,7 +38,7 @@ pub(super) struct Nic {
     /// not wait.
     pub(super) kickable: AtomicU32,
     state: Mutex<State>,
-    broken_logs: AtomicU32,
+    complaints: AtomicU32,
 }
 
 /// What changes of a card.
@@ -53,7 +54,7 @@ pub(super) struct State {
     pub(super) control: ControlIndices,
     pub(super) backing: Backing,
     /// What the device was prepared for, at a destination.
-    pub(super) prepared: Option<Prepared>,
+    pub(super) prepared: Option<Setup>,
 }
 
 impl Nic {
@@ -124,7 +125,7 @@ impl Nic {
             interrupts: Interrupts::new(line, waits),
             kickable: AtomicU32::new(0),
             state: Mutex::new(state),
-            broken_logs: AtomicU32::new(0),
+            complaints: AtomicU32::new(0),
         }
     }
 
@@ -137,11 +138,16 @@ impl Nic {
         self.kind.queues / 2
     }
 
+    /// Logs what a guest may have brought about.
+    pub(super) fn complain(&self, why: &str) {
+        if self.complaints.fetch_add(1, Ordering::Relaxed) < COMPLAINTS_MAX {
+            tracing::warn!(card = self.number, why, "a network card has a problem");
+        }
+    }
+
     /// The card can't go on until its driver resets it (2.1.1, DEVICE_NEEDS_RESET).
     pub(super) fn break_down(&self, state: &mut State, why: &str) {
-        if self.broken_logs.fetch_add(1, Ordering::Relaxed) < BROKEN_LOGS_MAX {
-            tracing::warn!(card = self.number, why, "a network card needs to be reset");
-        }
+        self.complain(why);
         state.status |= status::NEEDS_RESET;
         if state.status & status::DRIVER_OK != 0 {
             self.interrupts.ring_config();
@@ -163,6 +169,13 @@ impl State {
             backing: Backing::Idle,
             prepared: None,
         }
+    }
+
+    /// Moves the device on. What it is told and what it answers is in this order by the machine's
+    /// own doing, whatever the guest does.
+    pub(super) fn step(&mut self, event: Event) {
+        let next = self.backing.next(event);
+        self.backing = next.unwrap_or_else(|| panic!("{event:?} while {:?}", self.backing));
     }
 
     pub(super) fn has_several_pairs(&self) -> bool {

@@ -396,6 +396,9 @@ fn hostile_states_are_refused() {
         refused(&|saved| saved.driver_features |= 1 << 40),
         "network card 0: features 0x10000000000 that it does not offer"
     );
+    let driverless = "network card 0: it runs without its driver";
+    assert_eq!(refused(&|saved| saved.status = 3), driverless);
+    assert_eq!(refused(&|saved| saved.driver_features = 0), driverless);
     assert_eq!(refused(&|saved| saved.queues.truncate(3)), "network card 0: 3 queues, it has 5");
     assert_eq!(
         refused(&|saved| saved.indices.as_mut().unwrap().truncate(1)),
