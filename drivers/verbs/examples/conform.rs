@@ -1,7 +1,8 @@
 //! The conformance suite on a provider of this host, and what many writes in flight bring there.
 //!
 //! ```text
-//! conform soft|ibv ADDRESS [--only TEXT] [--may-hide-late-reads] [--backlog-mib N] [--trials N]
+//! conform soft|ibv ADDRESS [--soft-roce] [--may-hide-late-reads] [--only TEXT] [--backlog-mib N]
+//!                          [--trials N]
 //! conform bench soft|ibv ADDRESS [--pages N]
 //! conform add-rxe NAME NETDEV        a soft-RoCE device, as `rdma link add NAME type rxe` does
 //! ```
@@ -17,8 +18,8 @@ use std::process::ExitCode;
 #[path = "conform/rxe.rs"]
 mod rxe;
 
-const USAGE: &str = "usage: conform soft|ibv ADDRESS [--only TEXT] [--may-hide-late-reads] \
-[--backlog-mib N] [--trials N]
+const USAGE: &str = "usage: conform soft|ibv ADDRESS [--soft-roce] [--may-hide-late-reads] \
+[--only TEXT] [--backlog-mib N] [--trials N]
        conform bench soft|ibv ADDRESS [--pages N]
        conform add-rxe NAME NETDEV";
 
@@ -55,9 +56,16 @@ impl Options {
             Options { only: String::new(), profile: Profile::default(), pages: 20_000 };
         let mut rest = arguments.iter();
         while let Some(&name) = rest.next() {
-            if name == "--may-hide-late-reads" {
-                options.profile.late_read = LateRead::MayHide;
-                continue;
+            match name {
+                "--soft-roce" => {
+                    options.profile = Profile::soft_roce();
+                    continue;
+                }
+                "--may-hide-late-reads" => {
+                    options.profile.late_read = LateRead::MayHide;
+                    continue;
+                }
+                _ => {}
             }
             let value = *rest.next().ok_or_else(|| format!("{name} needs a value\n{USAGE}"))?;
             let number = || value.parse::<u32>().map_err(|_| format!("{name} {value}: no number"));

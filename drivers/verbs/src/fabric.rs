@@ -172,7 +172,8 @@ pub enum Link {
 ///    all others, posted before or later, with [`Status::FLUSHED`](crate::Status::FLUSHED), in
 ///    the order of posting. Each of them leaves a completion, signalled or not. If the peer's
 ///    device refused the request, those before it have succeeded; if the local one did, those in
-///    flight before it may be flushed too, executed or not (rdma_rxe does so).
+///    flight before it may be flushed too, executed or not, and rdma_rxe flushes even the one at
+///    fault: then [`Link::Failed`] is all that is told.
 /// 6. A read may take its bytes later than writes that were posted after it place theirs.
 ///
 /// Dropping it ends the connection at once; requests in flight may or may not have been executed.

@@ -29,8 +29,8 @@ fn steps() -> Vec<Step> {
         Step { name, line, limit }
     };
     vec![
-        step("conformance", format!("conform ibv {ADDRESS} --backlog-mib 4 --trials 10"), 60),
-        step("in flight", format!("conform bench ibv {ADDRESS} --pages 3000"), 30),
+        step("conformance", format!("conform ibv {ADDRESS} --soft-roce"), 60),
+        step("in flight", format!("conform bench ibv {ADDRESS} --pages 2000"), 30),
     ]
 }
 

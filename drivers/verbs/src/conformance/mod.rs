@@ -157,6 +157,8 @@ fn joined<T>(thread: std::thread::ScopedJoinHandle<'_, T>) -> T {
 pub struct Profile {
     /// Whether stores after the post must be seen to travel, given enough that is queued before.
     pub late_read: LateRead,
+    /// Whether a request with a wrong local key must complete with its cause.
+    pub local_failure: LocalFailure,
     /// Bytes that keep the device busy for a moment.
     pub backlog_bytes: usize,
     /// How often a race is tried.
@@ -173,9 +175,34 @@ pub enum LateRead {
     MayHide,
 }
 
+/// See [`Profile::local_failure`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalFailure {
+    /// It does.
+    Told,
+    /// It may be flushed as all others are: the requester of rdma_rxe (seen with Linux 6.12)
+    /// takes the queue pair to the error state, and its completer then flushes every request
+    /// that it finds, this one too.
+    MayBeFlushed,
+}
+
 impl Default for Profile {
+    /// For a device that does all it should.
     fn default() -> Profile {
-        Profile { late_read: LateRead::Expected, backlog_bytes: 16 << 20, trials: 20 }
+        Profile {
+            late_read: LateRead::Expected,
+            local_failure: LocalFailure::Told,
+            backlog_bytes: 16 << 20,
+            trials: 20,
+        }
+    }
+}
+
+impl Profile {
+    /// For the kernel's rdma_rxe since Linux 6.3, which is slow, too.
+    pub fn soft_roce() -> Profile {
+        let local_failure = LocalFailure::MayBeFlushed;
+        Profile { local_failure, backlog_bytes: 4 << 20, trials: 10, ..Profile::default() }
     }
 }
 
