@@ -44,6 +44,17 @@ fn step_bytes(address: usize, left: usize) -> usize {
 pub(crate) unsafe fn read(shared: *mut u8, own: &mut [u8]) {
     let (mut at, mut rest) = (shared, own);
     while !rest.is_empty() {
+        if at.addr().is_multiple_of(8) && rest.len() >= 16 {
+            // Whole words, in a loop of nothing else: mailboxes and frames are mostly that.
+            let (words, later) = rest.as_chunks_mut::<8>();
+            for word in words {
+                // SAFETY: as below, for each word.
+                unsafe { load_64(at, word) };
+                at = at.wrapping_add(8);
+            }
+            rest = later;
+            continue;
+        }
         let size = step_bytes(at.addr(), rest.len());
         let (now, later) = rest.split_at_mut(size);
         // SAFETY: `size` bytes are inside of what the caller promised, and aligned.
@@ -66,6 +77,16 @@ pub(crate) unsafe fn read(shared: *mut u8, own: &mut [u8]) {
 pub(crate) unsafe fn write(shared: *mut u8, own: &[u8]) {
     let (mut at, mut rest) = (shared, own);
     while !rest.is_empty() {
+        if at.addr().is_multiple_of(8) && rest.len() >= 16 {
+            let (words, later) = rest.as_chunks::<8>();
+            for word in words {
+                // SAFETY: as below, for each word.
+                unsafe { store_64(at, word) };
+                at = at.wrapping_add(8);
+            }
+            rest = later;
+            continue;
+        }
         let size = step_bytes(at.addr(), rest.len());
         let (now, later) = rest.split_at(size);
         // SAFETY: `size` bytes are inside of what the caller promised, and aligned.
