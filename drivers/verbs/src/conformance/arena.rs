@@ -9,7 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use std::sync::Arc;
 
 /// A mapping of its own.
-pub(super) struct Arena {
+pub(crate) struct Arena {
     mapping: Arc<Mapping>,
 }
 
@@ -27,7 +27,7 @@ impl Drop for Mapping {
 
 impl Arena {
     /// Zeroed, whole pages.
-    pub(super) fn new(bytes: usize) -> Result<Arena, VerbsError> {
+    pub(crate) fn new(bytes: usize) -> Result<Arena, VerbsError> {
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing else.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }
@@ -35,23 +35,23 @@ impl Arena {
         Ok(Arena { mapping: Arc::new(Mapping { address: at.expose_provenance(), bytes }) })
     }
 
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.mapping.address as u64
     }
 
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.mapping.bytes
     }
 
     /// All of it, or a part, to be registered.
-    pub(super) fn memory(&self, offset: usize, bytes: usize) -> HostMemory {
+    pub(crate) fn memory(&self, offset: usize, bytes: usize) -> HostMemory {
         let at = self.pointer(offset, bytes).expose_provenance() as u64;
         let owner = Arc::clone(&self.mapping);
         // SAFETY: `pointer` has checked the bounds; the owner keeps it mapped.
         unsafe { HostMemory::new(at, bytes as u64, owner) }
     }
 
-    pub(super) fn fill(&self, offset: usize, bytes: usize, value: u8) {
+    pub(crate) fn fill(&self, offset: usize, bytes: usize, value: u8) {
         let at = self.pointer(offset, bytes);
         for index in 0..bytes {
             // SAFETY: in bounds; volatile, because a device may look at it.
@@ -59,14 +59,14 @@ impl Arena {
         }
     }
 
-    pub(super) fn read(&self, offset: usize, bytes: usize) -> Vec<u8> {
+    pub(crate) fn read(&self, offset: usize, bytes: usize) -> Vec<u8> {
         let at = self.pointer(offset, bytes);
         // SAFETY: in bounds; volatile, because a device may write it.
         (0..bytes).map(|index| unsafe { at.wrapping_add(index).read_volatile() }).collect()
     }
 
     /// Whether all these bytes have this value.
-    pub(super) fn is_all(&self, offset: usize, bytes: usize, value: u8) -> bool {
+    pub(crate) fn is_all(&self, offset: usize, bytes: usize, value: u8) -> bool {
         let at = self.pointer(offset, bytes);
         // SAFETY: as in `read`.
         (0..bytes).all(|index| unsafe { at.wrapping_add(index).read_volatile() } == value)

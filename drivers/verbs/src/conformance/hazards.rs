@@ -47,6 +47,8 @@ pub(super) fn stale_page<S: Site>(site: &S, profile: &Profile) -> Result<String,
     let with = count_stale(site, profile, Drain::Yes)?;
     let trials = profile.trials;
     expect(with == 0, || format!("with the drain {with} of {trials} pages are stale"))?;
+    // Else this shows nothing.
+    expect(without > 0, || format!("without the drain none of {trials} pages is stale"))?;
     Ok(format!("stale without the drain {without} of {trials}, with it {with}"))
 }
 

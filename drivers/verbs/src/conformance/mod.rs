@@ -4,7 +4,7 @@
 //! A case uses the interface only, and waits by [`QueuePair::wait`](crate::QueuePair::wait), never
 //! by a clock.
 
-mod arena;
+pub(crate) mod arena;
 mod bed;
 mod connection;
 mod hazards;

@@ -147,7 +147,9 @@ impl IbvPair {
             }
         }
         let [send, receive] = self.completions.objects();
-        if self.link == Link::Up && self.device.is_troubled(&[self.queue.addr(), send, receive]) {
+        // Asked in any case: what the device tells must be taken, or its descriptor stays readable.
+        let troubled = self.device.is_troubled(&[self.queue.addr(), send, receive]);
+        if troubled && self.link == Link::Up {
             self.end(Link::Failed);
         }
         Ok(())
