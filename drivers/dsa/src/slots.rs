@@ -8,6 +8,13 @@ use martlet_dsa_abi::{
 };
 use martlet_units::Instant;
 use std::collections::VecDeque;
+use std::time::Duration;
+
+/// How long a slot rests. Long for a device, which is done with a record once it has written it, and
+/// short enough for 48 slots to keep one busy.
+const REST: Duration = Duration::from_micros(20);
+/// Before any use.
+const LONG_AGO: Instant = Instant(0);
 
 /// Consecutive pages of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +59,15 @@ struct Slot {
 
 /// Slots for batches of up to so many descriptors, in one block of memory.
 ///
-/// Slot by slot: the descriptors, their records, and the record of the batch. Free slots are used in
-/// turn, the one that rested longest first: a record that a broken device writes twice finds a slot
-/// at rest, and is noticed there.
+/// Slot by slot: the descriptors, their records, and the record of the batch. A slot rests after each
+/// use: a record that a broken device writes twice finds it at rest, and is noticed there, instead of
+/// being taken for the answer of the next batch.
 pub(crate) struct Slots {
     /// Taken away, and leaked, if the device may still write to it at the end.
     block: Option<DmaBlock>,
     slots: Vec<Slot>,
-    free: VecDeque<usize>,
+    /// Free slots, and since when; the one that has rested longest is first.
+    free: VecDeque<(usize, Instant)>,
     batch_max: usize,
     stride: usize,
 }
@@ -73,7 +81,7 @@ impl Slots {
         Ok(Slots {
             block: Some(block),
             slots: (0..count).map(|_| slot()).collect(),
-            free: (0..count).collect(),
+            free: (0..count).map(|slot| (slot, LONG_AGO)).collect(),
             batch_max,
             stride,
         })
@@ -101,31 +109,31 @@ impl Slots {
         std::mem::swap(&mut self.slots[slot].items, items);
     }
 
-    /// The slot that is free for the longest. A slot whose records were written at rest is put
-    /// back to the end, as often as there are slots, and counted in `disturbed`.
-    pub(crate) fn take(&mut self, disturbed: &mut u64) -> Option<usize> {
-        for _ in 0..self.free.len() {
-            let slot = self.free.pop_front()?;
-            if self.is_clean(slot) {
-                return Some(slot);
-            }
+    /// The slot that is free for the longest, if it has rested. If its records were written
+    /// meanwhile, that is counted in `disturbed`; what was late has come then.
+    pub(crate) fn take(&mut self, now: Instant, disturbed: &mut u64) -> Option<usize> {
+        let (slot, since) = *self.free.front()?;
+        if since != LONG_AGO && now.since(since) < REST {
+            return None;
+        }
+        self.free.pop_front();
+        if !self.is_clean(slot) {
             *disturbed += 1;
             self.clear_records(slot);
-            self.free.push_back(slot);
         }
-        None
+        Some(slot)
     }
 
     /// Puts a slot to rest, with its records cleared.
-    pub(crate) fn put(&mut self, slot: usize) {
+    pub(crate) fn put(&mut self, slot: usize, now: Instant) {
         self.clear_records(slot);
         self.slots[slot].state = SlotState::Free;
-        self.free.push_back(slot);
+        self.free.push_back((slot, now));
     }
 
     /// Puts a slot back that was taken and given to nobody: it is the next one.
     pub(crate) fn put_unused(&mut self, slot: usize) {
-        self.free.push_front(slot);
+        self.free.push_front((slot, LONG_AGO));
     }
 
     /// Puts a slot into quarantine.

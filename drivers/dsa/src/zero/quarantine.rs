@@ -5,6 +5,7 @@ use crate::CpuCheck;
 use crate::gate::{Latency, Outcome};
 use crate::slots::{Entry, SlotState};
 use martlet_dsa_abi::{CompletionRecord, Status};
+use martlet_units::Instant;
 
 impl<C: CpuCheck> ZeroEngine<C> {
     /// A batch is late: its queue is given up, with everything that this engine has there. What
@@ -41,7 +42,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
             self.queues[queue].wait().poll();
             let now = self.queues[queue].wait().now();
             let drained = self.drains[queue].take_answer(&self.queues[queue]);
-            let heard = self.release(queue, drained);
+            let heard = self.release(queue, drained, now);
             if heard || drained {
                 self.queues[queue].set_silent(false);
                 self.gate.heard(now, queue);
@@ -60,7 +61,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
 
     /// Frees the slots of a queue that were heard of, or all of them once it was drained. Whether
     /// any was heard of.
-    fn release(&mut self, queue: usize, drained: bool) -> bool {
+    fn release(&mut self, queue: usize, drained: bool, now: Instant) -> bool {
         let mut heard = false;
         for slot in 0..self.slots.count() {
             let SlotState::Quarantined { queue: of, entry } = self.slots.state(slot) else {
@@ -74,7 +75,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
                 if entry == Entry::Taken {
                     self.queues[queue].entry_is_free();
                 }
-                self.slots.put(slot);
+                self.slots.put(slot, now);
             }
             heard |= is_done;
         }

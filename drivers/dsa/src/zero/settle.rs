@@ -45,12 +45,13 @@ impl<C: CpuCheck> ZeroEngine<C> {
         };
         self.stats.failed += u64::from(sum.failed);
         self.stats.faulted_pages += u64::from(sum.faulted);
-        self.gate.finish(queue.wait().now(), busy.grant, outcome);
+        let now = queue.wait().now();
+        self.gate.finish(now, busy.grant, outcome);
         if sum.unwritten {
             // The batch is done and some record is not there: it may still come.
             self.slots.hold(slot, busy.grant.queue, Entry::Free);
         } else {
-            self.slots.put(slot);
+            self.slots.put(slot, now);
         }
     }
 

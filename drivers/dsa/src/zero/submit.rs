@@ -8,7 +8,7 @@ use crate::queue::Submitted;
 use crate::slots::{Busy, Piece, SlotState};
 use crate::{CpuCheck, cpu};
 use martlet_dsa_abi::{BATCH_DESCRIPTORS_MIN, Descriptor};
-use martlet_units::PAGE_SIZE;
+use martlet_units::{Instant, PAGE_SIZE};
 
 /// Without batches, runs shorter than this are the CPU's: handing over a descriptor costs as much as
 /// checking a page (0.25 to 0.3 us through the device file).
@@ -72,8 +72,10 @@ impl<C: CpuCheck> ZeroEngine<C> {
         if pages < self.config.offload_pages_min {
             return false;
         }
-        let Some(slot) = self.slots.take(&mut self.stats.disturbed) else { return false };
-        let granted = self.ask(pages);
+        let Some(first) = self.queues.first() else { return false };
+        let now = first.wait().now();
+        let Some(slot) = self.slots.take(now, &mut self.stats.disturbed) else { return false };
+        let granted = self.ask(now, pages);
         if !granted.is_some_and(|grant| self.submit(job, slot, grant)) {
             self.slots.put_unused(slot);
             return false;
@@ -82,8 +84,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
     }
 
     /// Asks for leave; not for a queue that nobody uses.
-    fn ask(&self, pages: u32) -> Option<Grant> {
-        let now = self.queues.first()?.wait().now();
+    fn ask(&self, now: Instant, pages: u32) -> Option<Grant> {
         let ask = Ask { pages, node: self.config.node, channel: self.config.channel };
         let grant = self.gate.admit(now, ask)?;
         let queue = self.queues.get(grant.queue).expect("a gate names one of the engine's queues");
