@@ -7,6 +7,7 @@ use martlet_transport::rdma::PageSpan;
 use martlet_units::PAGE_SIZE;
 use martlet_verbs_model::{Memory, Side};
 
+#[expect(clippy::cast_possible_truncation, reason = "a small constant")]
 const PAGE: usize = PAGE_SIZE as usize;
 
 #[derive(Debug)]

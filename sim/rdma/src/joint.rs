@@ -463,15 +463,14 @@ const SIDE_SHIFT: u32 = 52;
 
 /// Where pages are on a side.
 pub(crate) fn address(side: Side, pages: PageSpan) -> u64 {
-    let side = place(side) as u64 + 1;
-    side << SIDE_SHIFT
-        | u64::from(pages.region().0) << REGION_SHIFT
-        | pages.first_page() * PAGE_SIZE
+    let side = (place(side) as u64 + 1) << SIDE_SHIFT;
+    let region = u64::from(pages.region().0) << REGION_SHIFT;
+    side + region + pages.first_page() * PAGE_SIZE
 }
 
 /// Region and offset of an address.
 pub(crate) fn locate(address: u64) -> (RegionIndex, usize) {
-    let region = address >> REGION_SHIFT & ((1 << (SIDE_SHIFT - REGION_SHIFT)) - 1);
+    let region = (address >> REGION_SHIFT) & ((1 << (SIDE_SHIFT - REGION_SHIFT)) - 1);
     let offset = address & ((1 << REGION_SHIFT) - 1);
     let region = RegionIndex(u16::try_from(region).expect("ten bits"));
     (region, usize::try_from(offset).expect("fits the host"))

@@ -116,6 +116,8 @@ pub struct Destination {
     zero_done: u64,
     zero_told: u64,
     queues_closed: bool,
+    /// Why the first unit was refused; the source will end it for that.
+    refused: Option<Failure>,
     cause: Option<Failure>,
     heartbeat: Heartbeat,
     actions: VecDeque<DestinationAction>,
@@ -143,6 +145,7 @@ impl Destination {
             zero_done: 0,
             zero_told: 0,
             queues_closed: false,
+            refused: None,
             cause: None,
             heartbeat: Heartbeat::new(now),
             actions: VecDeque::new(),
@@ -259,7 +262,9 @@ impl Destination {
                 let (address, key) = (registered.address, registered.key.0);
                 self.grants.push_back(Grant { span, address, key });
             }
-            Err(_) => {
+            Err(reason) => {
+                let what = "register guest memory";
+                self.refused = self.refused.take().or(Some(Failure::Host { what, reason }));
                 self.become_unit(unit, Registration::Registering, Registration::Absent);
                 self.unpin(unit);
                 self.refusals.push_back(span);
@@ -464,7 +469,7 @@ impl Destination {
             let reason = failure.to_string();
             self.actions.push_back(DestinationAction::Send(RdmaMessage::Close { reason }));
         }
-        self.cause = Some(failure);
+        self.cause = Some(self.refused.take().unwrap_or(failure));
         self.actions.push_back(DestinationAction::CloseQueues);
     }
 

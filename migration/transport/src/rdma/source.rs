@@ -551,3 +551,6 @@ impl Source {
         self.queues.iter().any(|queue| queue.in_flight() > 0) || !self.zeros.is_settled()
     }
 }
+
+#[cfg(test)]
+mod tests;
