@@ -53,7 +53,10 @@ fn boot(kernel: &Path, image: &Path, lane: &Lane) -> Result<(), Obstacle> {
         .arg(kernel)
         .arg("-initrd")
         .arg(image)
-        .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable"])
+        .args([
+            "-append",
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr tsc=reliable",
+        ])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()

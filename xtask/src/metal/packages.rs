@@ -146,6 +146,7 @@ fn ask_apt(apt: &Path, folder: &Path, tool: &str, arguments: &[&str]) -> Result<
         "APT::Architecture=amd64".to_owned(),
         "APT::Architectures=amd64".to_owned(),
         "Acquire::Languages=none".to_owned(),
+        "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".to_owned(),
         // Root's apt would download as a user who may not write here.
         "APT::Sandbox::User=root".to_owned(),
     ];

@@ -252,8 +252,8 @@ fn the_send_queue_has_exactly_its_slots() {
     // Done is not enough: the completion must be polled.
     bare.write_all(&Header::Ack { placed: 0 }.to_bytes()).unwrap();
     bare.read_exact(&mut [0; HEADER_BYTES + 4 * (RECORD_BYTES + 8)]).unwrap();
-    bare.write_all(&Header::Ack { placed: 4 }.to_bytes()).unwrap();
     pair.arm().unwrap();
+    bare.write_all(&Header::Ack { placed: 4 }.to_bytes()).unwrap();
     until(|| pair.wait(Duration::from_millis(1)).unwrap().then_some(()));
     assert_eq!(pair.post(&[list[4]]).unwrap_err().posted, 0);
     assert_eq!(completions(&mut pair, 1)[0].id, WorkId(3));
