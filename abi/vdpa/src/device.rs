@@ -100,6 +100,13 @@ pub trait VdpaDevice: Send + Sync {
     /// called when the device interrupts, and at the moment that the last call returned.
     fn service(&self) -> Option<Instant>;
 
-    /// What it has done so far.
+    /// What it has done so far. May ask the device, which takes its time.
     fn counters(&self) -> Counters;
+
+    /// When the first frame was served since the last resume or start, and when the last one was,
+    /// on the device's clock: as in the counters, and at no cost. To be asked for in a switchover.
+    fn frame_times(&self) -> (Option<Instant>, Option<Instant>) {
+        let counters = self.counters();
+        (counters.first_frame_ns.map(Instant), counters.last_frame_ns.map(Instant))
+    }
 }

@@ -117,7 +117,10 @@ impl Card {
         // SAFETY: the parameters are this card's.
         unsafe {
             let at = (*self.parameters).rings + number * (*self.parameters).ring_stride;
-            Queue { at: self.base.at(at), gpa: at, size: (*self.parameters).queue_size }
+            let size = (*self.parameters).queue_size;
+            // One queue interrupts, though nobody listens: a driver on the other side has no other
+            // sign of when frames are served.
+            Queue { at: self.base.at(at), gpa: at, size, interrupts: number == 0 }
         }
     }
 

@@ -24,6 +24,8 @@ pub struct Queue {
     pub gpa: u64,
     /// Descriptors, a power of two.
     pub size: u64,
+    /// Whether the card may interrupt. Nobody here listens.
+    pub interrupts: bool,
 }
 
 impl Queue {
@@ -74,7 +76,7 @@ impl Queue {
         unsafe { entry.write_volatile(slot as u16) };
     }
 
-    /// Shows the card everything that was offered up to `index`. Interrupts stay off.
+    /// Shows the card everything that was offered up to `index`.
     ///
     /// # Safety
     /// The queue is this program's.
@@ -83,7 +85,7 @@ impl Queue {
         // SAFETY: the caller's promise. The processor does not reorder stores, the compiler must
         // not either: the card that sees the index sees the entries and buffers behind it.
         unsafe {
-            header.write_volatile(NO_INTERRUPT);
+            header.write_volatile(if self.interrupts { 0 } else { NO_INTERRUPT });
             compiler_fence(Ordering::Release);
             header.add(1).write_volatile(index as u16);
         }

@@ -61,7 +61,7 @@ pub unsafe fn set_up(card: &Card) -> bool {
             number += 1;
         }
         let gpa = (*card.parameters).control;
-        let control = Queue { at: card.base.at(gpa), gpa, size: CONTROL_SIZE };
+        let control = Queue { at: card.base.at(gpa), gpa, size: CONTROL_SIZE, interrupts: false };
         if has_pairs && !enable(registers, max_pairs * 2, control) {
             return false;
         }

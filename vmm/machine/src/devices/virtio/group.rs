@@ -129,6 +129,11 @@ impl Nics {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn interrupts(&self, card: usize) -> &Arc<super::interrupts::Interrupts> {
+        &self.cards[card].interrupts
+    }
+
     /// The guest is about to run here: from now on it hears the cards.
     pub(crate) fn unmute(&self) {
         self.cards.iter().for_each(|card| card.interrupts.unmute());
@@ -357,10 +362,7 @@ impl Nics {
 
     /// When each card served its first and its last frame.
     pub(crate) fn frame_times(&self) -> impl Iterator<Item = (Option<Instant>, Option<Instant>)> {
-        self.cards.iter().map(|card| {
-            let counters = card.device.counters();
-            (counters.first_frame_ns.map(Instant), counters.last_frame_ns.map(Instant))
-        })
+        self.cards.iter().map(|card| card.device.frame_times())
     }
 
     /// The guest is gone: no device touches its memory any more.

@@ -1,10 +1,18 @@
 //! A card's interrupt line and the two registers that say why it rang.
 
 use super::registers::{INTERRUPT_CONFIG, INTERRUPT_QUEUE};
+use crate::clock;
 use crate::devices::PulseIrq;
+use martlet_units::Instant;
 use martlet_vdpa::Notify;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// How long a guest that has not acknowledged an interrupt is not told again. The line of a real
+/// card stays up meanwhile, which is no news either; but an edge that came while the line was
+/// masked is lost, so the guest is told again some time.
+const REPEAT_AFTER: Duration = Duration::from_millis(10);
 
 /// Shared with the vDPA device, which rings from any thread.
 pub(super) struct Interrupts {
@@ -13,6 +21,8 @@ pub(super) struct Interrupts {
     generation: AtomicU32,
     /// The guest is not here yet: what is rung is not heard.
     muted: AtomicBool,
+    /// When the line was last pulsed, in nanoseconds.
+    last_pulse: AtomicU64,
     pulse: OnceLock<PulseIrq>,
 }
 
@@ -23,6 +33,7 @@ impl Interrupts {
             status: AtomicU32::new(0),
             generation: AtomicU32::new(0),
             muted: AtomicBool::new(muted),
+            last_pulse: AtomicU64::new(0),
             pulse: OnceLock::new(),
         })
     }
@@ -40,9 +51,16 @@ impl Interrupts {
         if self.muted.load(Ordering::Acquire) {
             return;
         }
-        // Before the line: who it wakes finds the reason. An edge while the line's last one is
-        // not taken yet is the same interrupt.
-        self.status.fetch_or(why, Ordering::AcqRel);
+        // Before the line: who it wakes finds the reason. A driver reads the reasons, acknowledges
+        // them and then looks at its queues (as Linux does, vm_interrupt in virtio_mmio.c): what
+        // came before it acknowledged is found without another edge.
+        let before = self.status.fetch_or(why, Ordering::AcqRel);
+        let now = clock::now();
+        let last = Instant(self.last_pulse.load(Ordering::Relaxed));
+        if before & why != 0 && now.since(last) < REPEAT_AFTER {
+            return;
+        }
+        self.last_pulse.store(now.0, Ordering::Relaxed);
         if let Some(pulse) = self.pulse.get() {
             pulse(self.line);
         }

@@ -481,3 +481,17 @@ proptest! {
         prop_assert!(driver.device.is_running() && !driver.needs_reset());
     }
 }
+
+#[test]
+fn a_guest_that_does_not_listen_is_not_told_all_the_time() {
+    let driver = Driver::new(1);
+    let interrupts = driver.nics.interrupts(0);
+    for _ in 0..1000 {
+        interrupts.ring_queue();
+    }
+    let told = driver.pulses.load(Ordering::SeqCst);
+    assert!((1..1000).contains(&told), "{told}");
+    driver.write(at::INTERRUPT_ACK, 1);
+    interrupts.ring_queue();
+    assert!(driver.pulses.load(Ordering::SeqCst) > told);
+}
