@@ -46,6 +46,9 @@ pub enum Fault {
     Slow(Duration),
     /// The command is done, and its answer is random behind a header that says so.
     Garbage,
+    /// The firmware hangs when it picks the command up: no command is answered any more, and the
+    /// health counter stands still. Frames pass as before.
+    Hang,
     /// The device is gone when it picks the command up.
     Gone,
     /// The link goes down when the command is picked up, and up again after this long.

@@ -203,7 +203,10 @@ impl Model {
             CMDQ_ADDR_HIGH => self.firmware().queue_halves().0,
             CMDQ_ADDR_LOW => self.firmware().queue_halves().1 | self.shape.to_register(),
             INITIALIZING if self.clock.now() < self.ready_at => INITIALIZING_BIT,
-            HEALTH_COUNTER => low32(self.clock.now().0 / HEALTH_PERIOD_NS),
+            HEALTH_COUNTER => {
+                let beat = self.firmware().hung_at().unwrap_or_else(|| self.clock.now());
+                low32(beat.0 / HEALTH_PERIOD_NS)
+            }
             _ => 0,
         }
     }

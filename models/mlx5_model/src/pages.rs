@@ -11,20 +11,27 @@ use martlet_device_io::BusAddress;
 /// only count for paged access.
 const FLAG_BITS: u64 = 0x7;
 
+/// From this many runs on a list is taken to be scattered.
+const MANY_RUNS: usize = 1024;
+
 /// A list of pages of equal size.
 #[derive(Debug)]
 pub(crate) struct Pages {
     log: u32,
     count: u32,
     misaligned: u32,
+    /// How many entries are to come at most.
+    expected: usize,
     /// First page of each run, by its number, and where it is. In order.
     runs: Vec<(u32, u64)>,
 }
 
 impl Pages {
-    /// An empty list of pages of `1 << log` bytes; `None` if there are no such pages.
-    pub(crate) fn new(log: u32) -> Option<Pages> {
-        (log < u64::BITS).then_some(Pages { log, count: 0, misaligned: 0, runs: Vec::new() })
+    /// An empty list of pages of `1 << log` bytes, which will have `expected` entries; `None` if
+    /// there are no such pages.
+    pub(crate) fn new(log: u32, expected: usize) -> Option<Pages> {
+        let runs = Vec::new();
+        (log < u64::BITS).then_some(Pages { log, count: 0, misaligned: 0, expected, runs })
     }
 
     /// How many pages it has.
@@ -58,7 +65,11 @@ impl Pages {
         let mut left = words;
         while let Some((first, later)) = left.split_first() {
             let at = u64::from_be_bytes(*first) & !FLAG_BITS;
-            if self.expected() != Some(at) {
+            if self.continuation() != Some(at) {
+                if self.runs.len() == MANY_RUNS {
+                    // Scattered: most pages will be a run of their own.
+                    self.runs.reserve_exact(self.expected.saturating_sub(MANY_RUNS));
+                }
                 self.runs.push((self.count, at));
             }
             // The rest of the run, in a tight loop: most lists are few runs.
@@ -75,15 +86,16 @@ impl Pages {
     }
 
     /// Where the next page would continue the last run.
-    fn expected(&self) -> Option<u64> {
+    fn continuation(&self) -> Option<u64> {
         let (first, at) = self.runs.last()?;
         Some(at.wrapping_add(u64::from(self.count - first).wrapping_mul(self.page())))
     }
 
-    /// Drops the padding behind the pages that are used, and gives memory back that was kept for
-    /// growing.
+    /// Gives memory back that was kept for growing.
     pub(crate) fn finish(&mut self) {
-        self.runs.shrink_to_fit();
+        if self.runs.len() < self.runs.capacity() / 2 {
+            self.runs.shrink_to_fit();
+        }
     }
 
     /// Drops pages behind the first `count`: a list is padded.
@@ -114,7 +126,7 @@ mod tests {
 
     #[test]
     fn pages_that_follow_each_other_are_one_run() {
-        let mut pages = Pages::new(12).unwrap();
+        let mut pages = Pages::new(12, 8).unwrap();
         pages.extend(&bytes(&[0x1000, 0x2000, 0x9000, 0xa000, 0x3000]));
         assert_eq!(pages.runs.len(), 3);
         assert_eq!(pages.find(0), Some((0, 0x2000, BusAddress(0x1000))));
@@ -129,12 +141,12 @@ mod tests {
 
     #[test]
     fn a_list_may_come_in_parts() {
-        let mut pages = Pages::new(12).unwrap();
+        let mut pages = Pages::new(12, 8).unwrap();
         for at in [0x1000_u64, 0x2000, 0x3000, 0x4008] {
             pages.extend(&bytes(&[at]));
         }
         assert_eq!((pages.count(), pages.runs.len(), pages.misaligned()), (4, 2, 1));
         assert_eq!(pages.bytes(), 0x4000);
-        assert!(Pages::new(64).is_none());
+        assert!(Pages::new(64, 8).is_none());
     }
 }

@@ -8,6 +8,7 @@ use host::ring::Guest;
 use martlet_fault_plan::{FaultPlan, Rule};
 use martlet_mlx5_abi::event::EventType;
 use martlet_mlx5_abi::message::ShortIn;
+use martlet_mlx5_abi::setup::PagesIn;
 use martlet_mlx5_abi::virtq::VirtqState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
 use martlet_mlx5_model::{Class, Fault, Latencies, ModelConfig, Point, QueueState};
@@ -137,6 +138,25 @@ fn a_class_means_what_a_command_does() {
     assert_eq!(failed, [guest.pairs[0].tx_id]);
     assert_eq!(host.query_queue(failed[0]).state(), VirtqState::RDY);
     assert_eq!(host.model.stats().queues[1].state, QueueState::Ready);
+}
+
+#[test]
+fn firmware_hangs_and_frames_pass() {
+    let mut host = failing(Fault::Hang);
+    let mut guest = Guest::new(&mut host, 1, 16, 0);
+    guest.start(&mut host);
+    let sent: Vec<_> = (0..2).map(|_| host.write(&pd(), 16, |_, _| {})).collect();
+    host.ring(&[&sent[0], &sent[1]]);
+    let beat = host.registers.read32(0x1010);
+    assert!(!host.wait(&sent[0]) && !host.wait(&sent[1]));
+    assert_eq!(host.registers.read32(0x1010), beat);
+    guest.refill();
+    guest.send();
+    guest.kick(&host);
+    assert_eq!(guest.receive(), 1);
+    host.model.reset();
+    host.write_queue_address();
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
 }
 
 #[test]

@@ -55,7 +55,8 @@ impl Input {
         self.in_list = true;
         let Ok((key, _)) = CreateMkeyIn::read_from_prefix(&self.head) else { return };
         if key.context.access_mode() == access_mode::MTT {
-            self.pages = Pages::new(key.context.log_page_size.get() & 0x3f);
+            let entries = usize::try_from(self.list_entries()).unwrap_or(0);
+            self.pages = Pages::new(key.context.log_page_size.get() & 0x3f, entries);
         }
     }
 

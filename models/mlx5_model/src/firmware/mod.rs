@@ -120,6 +120,8 @@ pub(crate) struct Firmware {
     section_free: Instant,
     events: EventQueues,
     interrupt_pending: bool,
+    /// When the firmware stopped for good.
+    hung_at: Option<Instant>,
     pages: BTreeSet<u64>,
     domains: BTreeMap<u32, u32>,
     uars: BTreeSet<u32>,
@@ -154,6 +156,7 @@ impl Firmware {
             section_free: Instant(0),
             events: EventQueues::default(),
             interrupt_pending: false,
+            hung_at: None,
             pages: BTreeSet::new(),
             domains: BTreeMap::new(),
             uars: BTreeSet::new(),
@@ -196,6 +199,7 @@ impl Firmware {
         self.function = Function::Off;
         self.pages.clear();
         self.interrupt_pending = false;
+        self.hung_at = None;
     }
 
     /// Halves of the command page's address, as a driver reads them back.
@@ -211,7 +215,7 @@ impl Firmware {
             return;
         }
         for slot in (0..COMMAND_ENTRIES_MAX).filter(|slot| entries >> slot & 1 == 1) {
-            if self.nic.is_gone() {
+            if self.nic.is_gone() || self.hung_at.is_some() {
                 return;
             }
             if !self.pick_up(slot, now) {
@@ -277,6 +281,11 @@ impl Firmware {
         match fault {
             Some(Fault::Gone) => {
                 self.nic.remove();
+                return None;
+            }
+            Some(Fault::Hang) => {
+                self.hung_at = Some(now);
+                self.agenda.forget_commands();
                 return None;
             }
             Some(Fault::Slow(time)) => busy = time,
@@ -403,6 +412,11 @@ impl Firmware {
                 (DeliveryStatus::OK, answer)
             }
         }
+    }
+
+    /// When the firmware stopped for good, if it did.
+    pub(crate) fn hung_at(&self) -> Option<Instant> {
+        self.hung_at
     }
 
     /// A doorbell of event queues.
