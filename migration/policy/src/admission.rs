@@ -125,6 +125,17 @@ pub struct Request {
     pub channel: u16,
 }
 
+/// What a caller can do with less than it asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Fewer pages than these are not worth a submission.
+    pub pages_min: u32,
+    /// Whether the channel has a batch with a device already. Its next one hides the device's
+    /// latency from the channel, and so gets what a device that is nearly idle does in time; it is
+    /// not to wait in a queue, where it would only keep others waiting.
+    pub has_pending: bool,
+}
+
 /// Leave to give a batch to a device. Each is answered by one [`Admission::finish`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a grant counts as outstanding until it is finished"]
@@ -187,10 +198,21 @@ const FAULT_PAUSE_MAX: Duration = Duration::from_secs(10);
 /// Faults are counted over this many pages.
 const FAULT_WINDOW_PAGES: u32 = 1024;
 /// A page's time on the CPU is an average over about this many batches.
-const CPU_SMOOTHING: u64 = 16;
+const CPU_SMOOTHING: u64 = 8;
 /// One batch in so many is the CPU's if it had none for so long: how long it takes must be known,
 /// and depends on the guest. Pages that are not zero take it a third of the time.
 const CPU_PROBE_BATCHES: u32 = 64;
+/// The first time it is after so many, and then after twice as many each time.
+const CPU_PROBE_FIRST: u32 = 8;
+/// The longest sleep before a check that would only wait for memory: what one takes undisturbed.
+const CPU_PAUSE_MAX: Duration = Duration::from_micros(30);
+/// That the CPU was slow is believed for so many batches.
+const CPU_FRESH_BATCHES: u32 = 8;
+/// To be done no later than the CPU, a device is expected to be done earlier by so many eighths of
+/// the time that an undisturbed CPU takes, and by a fifth of what it takes longer: batches that
+/// come later share the device, and filling descriptors, reading records and waking up take time
+/// as well.
+const EARLIER_EIGHTHS: u64 = 3;
 /// Tries that go on until the caller's deadline.
 const TRIES_UNLIMITED: u32 = u32::MAX;
 
@@ -204,8 +226,12 @@ pub struct Admission {
     config: AdmissionConfig,
     devices: Vec<Device>,
     cpu_page_ps: u64,
-    /// Batches granted since the CPU's time was last measured.
+    /// Whether that was measured.
+    cpu_is_measured: bool,
+    /// Batches granted since then.
     unmeasured: u32,
+    /// After how many of them the CPU is measured.
+    probe_after: u32,
     faults: Faults,
 }
 
@@ -226,7 +252,9 @@ impl Admission {
             config,
             devices: devices.iter().map(Device::new).collect(),
             cpu_page_ps: picoseconds(config.cpu_page_time),
+            cpu_is_measured: false,
             unmeasured: 0,
+            probe_after: CPU_PROBE_FIRST,
             faults,
         }
     }
@@ -239,18 +267,22 @@ impl Admission {
     /// Says who checks a batch. `others` are the pages outstanding in other processes, device by
     /// device; devices beyond its end have none.
     pub fn decide(&mut self, now: Instant, request: Request, others: &[u64]) -> Decision {
-        self.decide_part(now, request, request.pages, others)
+        let all = Part { pages_min: request.pages, has_pending: false };
+        self.decide_part(now, request, all, others)
     }
 
-    /// As [`Admission::decide`], but a grant may be for fewer pages than were asked for, `least` at
-    /// least: as many as the device will have done when the CPU alone would have done all. The
-    /// caller gives the device that many and checks the others itself meanwhile, so that the
-    /// batch is done no later than by the CPU alone, and the CPU does as little of it as possible.
+    /// As [`Admission::decide`], but a grant may be for fewer pages than were asked for: as many as
+    /// the device will have done when the CPU alone would have done all. The caller gives the device
+    /// that many and checks the others itself meanwhile, so that the batch is done no later than
+    /// by the CPU alone, and the CPU does as little of it as possible.
+    ///
+    /// A channel that has a batch pending and gets no grant does best to wait for that batch and
+    /// to ask again: what it keeps busy itself is no reason to use the CPU.
     pub fn decide_part(
         &mut self,
         now: Instant,
         request: Request,
-        least: u32,
+        part: Part,
         others: &[u64],
     ) -> Decision {
         let block = self.config.policy == OffloadPolicy::Block;
@@ -267,7 +299,7 @@ impl Admission {
                 .least_loaded(now, request, others)
                 .map(|d| (d, request.pages, self.config.tries)),
             OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => self
-                .fast_enough(now, request, least, others)
+                .fast_enough(now, request, part, others)
                 .map(|(d, pages)| (d, pages, self.config.tries)),
         };
         let Some((device, pages, tries)) = chosen else { return Decision::Cpu };
@@ -297,10 +329,33 @@ impl Admission {
 
     /// The CPU checked pages itself.
     pub fn on_cpu(&mut self, pages: u32, time: Duration) {
-        self.unmeasured = 0;
         let Some(sample) = picoseconds(time).checked_div(u64::from(pages)) else { return };
-        let kept = self.cpu_page_ps - self.cpu_page_ps / CPU_SMOOTHING;
-        self.cpu_page_ps = kept.saturating_add(sample / CPU_SMOOTHING).max(1);
+        self.unmeasured = 0;
+        // That too many scan at once ends at once.
+        let was_disturbed = self.cpu_page_ps > picoseconds(self.config.cpu_page_time);
+        let over = match (self.cpu_is_measured, was_disturbed && sample < self.cpu_page_ps) {
+            (false, _) => 1,
+            (true, true) => CPU_SMOOTHING / 4,
+            (true, false) => CPU_SMOOTHING,
+        };
+        let kept = self.cpu_page_ps - self.cpu_page_ps / over;
+        self.cpu_page_ps = kept.saturating_add(sample / over).max(1);
+        self.cpu_is_measured = true;
+    }
+
+    /// Whether the CPU is to do the next batch so that its time is known: then a channel that would
+    /// rather wait for its own batch does not.
+    pub fn cpu_is_due(&self) -> bool {
+        self.unmeasured >= self.probe_after
+    }
+
+    /// How long a channel that got no grant had better sleep, and ask once more, before it lets the
+    /// CPU do the batch. Not at all, unless the CPU takes a quarter longer than undisturbed: then
+    /// more threads check than memory can feed, and they only slow each other down.
+    pub fn pause(&self, pages: u32) -> Duration {
+        let undisturbed = self.config.cpu_page_time.saturating_mul(pages);
+        let a_quarter_more = undisturbed.saturating_add(undisturbed / 4);
+        self.cpu_time(pages).saturating_sub(a_quarter_more).min(CPU_PAUSE_MAX)
     }
 
     /// Pages outstanding on a device, of this process.
@@ -347,25 +402,37 @@ impl Admission {
         &mut self,
         now: Instant,
         request: Request,
-        least: u32,
+        part: Part,
         others: impl Fn(usize) -> u64,
     ) -> Option<(usize, u32)> {
-        if self.unmeasured >= CPU_PROBE_BATCHES {
+        if self.cpu_is_due() {
             self.unmeasured = 0;
+            self.probe_after = (self.probe_after * 2).min(CPU_PROBE_BATCHES);
             return None;
         }
-        let times = match self.config.policy {
-            OffloadPolicy::AdaptiveSaving => u64::from(self.config.saving_multiple.max(1)),
+        let pages = u64::from(request.pages);
+        let measured_ps = self.cpu_page_ps.saturating_mul(pages);
+        let undisturbed_ps = picoseconds(self.config.cpu_page_time).saturating_mul(pages);
+        let undisturbed_ps = undisturbed_ps.min(measured_ps);
+        // A CPU that waits for memory because too many scan at once takes longer, and so may the
+        // device, if that is still so.
+        let is_fresh = self.unmeasured <= CPU_FRESH_BATCHES;
+        let cpu_ps = if part.has_pending || !is_fresh { undisturbed_ps } else { measured_ps };
+        let disturbed_ps = cpu_ps - undisturbed_ps;
+        let earlier_ps = undisturbed_ps / 8 * EARLIER_EIGHTHS + disturbed_ps / 5;
+        let (times, patience) = match self.config.policy {
+            OffloadPolicy::AdaptiveSaving => {
+                let times = u64::from(self.config.saving_multiple.max(1));
+                (times, cpu_ps.saturating_mul(times))
+            }
             OffloadPolicy::Adaptive
             | OffloadPolicy::CpuOnly
             | OffloadPolicy::Block
-            | OffloadPolicy::CpuWhenFull => 1,
+            | OffloadPolicy::CpuWhenFull => (1, cpu_ps - earlier_ps),
         };
-        let patience =
-            self.cpu_page_ps.saturating_mul(u64::from(request.pages)).saturating_mul(times);
         let best = self.least_loaded(now, request, &others)?;
         let device = &mut self.devices[best];
-        let pages = device.allows(now, request, least, others(best), patience, times)?;
+        let pages = device.allows(now, request, part.pages_min, others(best), patience, times)?;
         Some((best, pages))
     }
 }

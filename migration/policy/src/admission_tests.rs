@@ -61,8 +61,8 @@ fn adaptive_offloads_only_what_comes_back_before_the_cpu_is_done() {
 fn what_other_processes_have_outstanding_counts() {
     let mut admission = admission(OffloadPolicy::Adaptive, 1);
     assert_eq!(ask(&mut admission, 0, &[128]), None);
-    let grant = ask(&mut admission, 0, &[64]).unwrap();
-    assert_eq!(grant.ahead, 64);
+    let grant = ask(&mut admission, 0, &[12]).unwrap();
+    assert_eq!(grant.ahead, 12);
 }
 
 /// Four times the CPU's time is 123 us: seven batches of 16.5 us and 1 us.
@@ -189,24 +189,50 @@ fn a_part_is_what_the_device_has_done_when_the_cpu_alone_would_be() {
     let mut admission = admission(OffloadPolicy::Adaptive, 1);
     let part = |admission: &mut Admission| {
         let request = Request { pages: BATCH, node: None, channel: 0 };
-        match admission.decide_part(Instant(0), request, 32, &[]) {
+        let part = Part { pages_min: 16, has_pending: false };
+        match admission.decide_part(Instant(0), request, part, &[]) {
             Decision::Cpu => 0,
             Decision::Offload(grant) => grant.pages,
         }
     };
-    // 30.72 us are 230 pages of the device: 128, then what is left.
-    assert_eq!([part(&mut admission), part(&mut admission), part(&mut admission)], [128, 102, 0]);
+    // Five eighths of 30.72 us are 141 pages of the device; of the second batch it would get 13,
+    // which are too few.
+    assert_eq!([part(&mut admission), part(&mut admission)], [128, 0]);
+    // Pages that are not zero take the CPU 90 ns: 7.2 us are 48 pages.
+    let mut admission = Admission::new(
+        AdmissionConfig::new(OffloadPolicy::Adaptive),
+        &[DeviceProfile::default(), DeviceProfile::default()],
+    );
+    admission.on_cpu(BATCH, Duration::from_nanos(90 * 128));
+    let parts = [part(&mut admission), part(&mut admission), part(&mut admission)];
+    assert_eq!(parts, [48, 48, 0]);
 }
 
 #[test]
 fn the_cpu_is_measured_now_and_then() {
     let mut admission = admission(OffloadPolicy::Adaptive, 1);
     let mut asked = |n: u64| {
-        let grant = ask(&mut admission, n * MS, &[]);
-        grant.map(|grant| admission.finish(Instant(n * MS), grant, done(17_500))).is_some()
+        let Some(grant) = ask(&mut admission, n * MS, &[]) else {
+            admission.on_cpu(BATCH, Duration::from_nanos(30_720));
+            return false;
+        };
+        admission.finish(Instant(n * MS), grant, done(17_500));
+        true
     };
     let refused: Vec<u64> = (0..200).filter(|n| !asked(*n)).collect();
-    assert_eq!(refused, [64, 129, 194]);
+    assert_eq!(refused, [8, 25, 58, 123, 188]);
+}
+
+#[test]
+fn checks_that_wait_for_memory_are_spread() {
+    let mut admission = admission(OffloadPolicy::Adaptive, 1);
+    admission.on_cpu(BATCH, Duration::from_micros(38));
+    assert_eq!(admission.pause(BATCH), Duration::ZERO);
+    (0..100).for_each(|_| admission.on_cpu(BATCH, Duration::from_micros(160)));
+    assert_eq!(admission.pause(BATCH), Duration::from_micros(30));
+    // It is forgotten fast.
+    (0..10).for_each(|_| admission.on_cpu(BATCH, Duration::from_micros(31)));
+    assert_eq!(admission.pause(BATCH), Duration::ZERO);
 }
 
 #[test]
@@ -221,15 +247,18 @@ fn untouched_memory_turns_offload_off_for_a_while() {
         admission.finish(Instant(n), grant, faulting(7));
     }
     assert_eq!(ask(&mut admission, 50 * MS, &[]), None);
+    admission.on_cpu(BATCH, Duration::from_nanos(30_720));
     for n in 0..8 {
         let grant = ask(&mut admission, 101 * MS + n, &[]).unwrap();
         admission.finish(Instant(101 * MS + n), grant, faulting(7));
     }
     assert_eq!(ask(&mut admission, 250 * MS, &[]), None, "twice as long the second time");
+    admission.on_cpu(BATCH, Duration::from_nanos(30_720));
     for n in 0..8 {
         let grant = ask(&mut admission, 302 * MS + n, &[]).unwrap();
         admission.finish(Instant(302 * MS + n), grant, faulting(6));
     }
+    admission.on_cpu(BATCH, Duration::from_nanos(30_720));
     assert!(ask(&mut admission, 303 * MS, &[]).is_some(), "6 of 128 are below 5 %");
 }
 

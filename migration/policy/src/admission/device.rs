@@ -149,11 +149,12 @@ impl Device {
             outstanding => limit.saturating_sub(outstanding),
         };
         let ahead = self.backlog(now).saturating_add(others);
-        let in_time = self.pages_within(request, patience_ps).saturating_sub(ahead);
-        let pages = room.min(in_time).min(request.pages.into());
-        if let Ok(pages) = u32::try_from(pages)
-            && pages >= least.clamp(1, request.pages)
-        {
+        let in_all = self.pages_within(request, patience_ps);
+        let pages = room.min(in_all.saturating_sub(ahead)).min(request.pages.into());
+        // Batches share a device evenly, so many small parts would hold up a large one. With parts of
+        // two thirds of what it does in time, one begins when the one before is nearly done.
+        let least = u64::from(least).max(in_all / 3 * 2).clamp(1, request.pages.into());
+        if let (true, Ok(pages)) = (pages >= least, u32::try_from(pages)) {
             return Some(pages);
         }
         let page_ps = self.profile_page_ps;
