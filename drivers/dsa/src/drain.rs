@@ -3,7 +3,7 @@
 use crate::queue::Submitted;
 use crate::{StatusByte, WorkQueue};
 use martlet_device_io::{Dma, DmaBlock, DmaError};
-use martlet_dsa_abi::{COMPLETION_ALIGN, COMPLETION_BYTES, CompletionRecord, Descriptor};
+use martlet_dsa_abi::{COMPLETION_ALIGN, COMPLETION_BYTES, CompletionRecord, Descriptor, Status};
 use martlet_units::Instant;
 use std::time::Duration;
 
@@ -38,16 +38,20 @@ impl Drain {
         self.outstanding
     }
 
-    /// Whether the device has answered since the last look.
+    /// Whether the device has drained since the last look. One that refuses to (its work queue's
+    /// `op_config` may forbid it) is asked again much later.
     pub(crate) fn take_answer(&mut self, queue: &WorkQueue) -> bool {
         let status = StatusByte::new(self.block(), CompletionRecord::STATUS_OFFSET);
         if !self.outstanding || !status.is_written() {
             return false;
         }
+        let code = Status::from_byte(self.block().load8(CompletionRecord::STATUS_OFFSET));
         self.block().fill(0, COMPLETION_BYTES, 0);
-        (self.outstanding, self.next, self.pause) = (false, None, DRAIN_PAUSE);
         queue.entry_is_free();
-        true
+        let drained = code == Status::SUCCESS;
+        let pause = if drained { DRAIN_PAUSE } else { DRAIN_PAUSE_MAX };
+        (self.outstanding, self.next, self.pause) = (false, None, pause);
+        drained
     }
 
     /// Orders a drain, if that is due: some time after the first call since the last answer.

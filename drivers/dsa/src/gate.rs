@@ -4,18 +4,22 @@ use martlet_units::Instant;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A batch that an engine would like to offload.
+/// Pages that an engine would like to offload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// Its length.
+    /// How many.
     pub pages: u32,
+    /// Fewer than this are not worth a submission.
+    pub pages_min: u32,
+    /// Whether the engine has pages with a device already.
+    pub has_pending: bool,
     /// The NUMA node of the memory, as the engine was told.
     pub node: Option<u16>,
     /// Which channel asks, as the engine was told.
     pub channel: u16,
 }
 
-/// Leave to offload one batch.
+/// Leave to offload pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "every grant is finished once"]
 pub struct Grant {
@@ -23,9 +27,9 @@ pub struct Grant {
     pub queue: usize,
     /// How often a full queue may be tried.
     pub tries: u32,
-    /// The batch's length.
+    /// How many; not more than were asked for. The CPU checks the others meanwhile.
     pub pages: u32,
-    /// Pages that were outstanding on the device before it; the gate's own business.
+    /// Pages that were outstanding on the device before them; the gate's own business.
     pub ahead: u64,
     /// When it was granted.
     pub at: Instant,
@@ -60,11 +64,18 @@ pub enum Outcome {
     Gone,
 }
 
-/// The policy's place in the driver: asked before each batch and told what became of it. Called
-/// once for each batch of many pages; never blocks.
+/// The policy's place in the driver: asked before pages are offloaded and told what became of them.
+/// Called once for many pages; never blocks.
 pub trait Gate: Send + Sync {
-    /// Whether a batch may be offloaded; `None` for the CPU.
+    /// Whether pages may be offloaded; `None` for the CPU.
     fn admit(&self, now: Instant, ask: Ask) -> Option<Grant>;
+
+    /// Asked before [`Gate::admit`] by an engine that has pages pending: whether it had better wait
+    /// for those and ask again, if it gets no leave now. What a channel keeps busy itself is no
+    /// reason to use the CPU.
+    fn asks_again(&self) -> bool {
+        false
+    }
 
     /// A grant is used up.
     fn finish(&self, now: Instant, grant: Grant, outcome: Outcome);

@@ -64,7 +64,8 @@ impl Operator {
         }
         let Some(first) = self.queues.first() else { return Ran::Not };
         let now = first.wait().now();
-        let ask = Ask { pages, node: None, channel: self.channel };
+        let channel = self.channel;
+        let ask = Ask { pages, pages_min: pages, has_pending: false, node: None, channel };
         let Some(grant) = self.gate.admit(now, ask) else { return Ran::Not };
         let queue = Arc::clone(&self.queues[grant.queue]);
         if queue.is_silent() {

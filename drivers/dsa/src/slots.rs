@@ -1,7 +1,6 @@
 //! Where batches lie: descriptors, completion records, and what is known of each.
 
 use crate::StatusByte;
-use crate::gate::Grant;
 use martlet_device_io::{Dma, DmaBlock, DmaError};
 use martlet_dsa_abi::{
     COMPLETION_BYTES, CompletionRecord, DESCRIPTOR_BYTES, DESCRIPTOR_LIST_ALIGN, Descriptor,
@@ -47,7 +46,9 @@ pub(crate) enum Entry {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Busy {
     pub(crate) job: usize,
-    pub(crate) grant: Grant,
+    pub(crate) queue: usize,
+    /// The grant that it is part of.
+    pub(crate) group: usize,
     pub(crate) submitted: Instant,
     pub(crate) deadline: Instant,
 }
@@ -102,6 +103,13 @@ impl Slots {
     /// The pieces that the slot's descriptors are about.
     pub(crate) fn items(&self, slot: usize) -> &[Piece] {
         &self.slots[slot].items
+    }
+
+    /// Says what pieces the slot's descriptors are about; at most as many as a batch has.
+    pub(crate) fn set_items(&mut self, slot: usize, items: &[Piece]) {
+        assert!(items.len() <= self.batch_max, "a batch of this slot");
+        self.slots[slot].items.clear();
+        self.slots[slot].items.extend_from_slice(items);
     }
 
     /// Swaps the slot's pieces with others; both keep their capacity.

@@ -1,5 +1,6 @@
 //! Which pages are zero.
 
+mod group;
 mod job;
 mod quarantine;
 mod settle;
@@ -11,6 +12,7 @@ use crate::gate::Gate;
 use crate::range::RangeLength;
 use crate::slots::{Piece, SlotState, Slots};
 use crate::{CpuCheck, PageRun, SharedMemory, WorkQueue};
+use group::Groups;
 use job::Job;
 use martlet_device_io::{Dma, DmaError};
 use std::fmt;
@@ -32,7 +34,8 @@ pub struct EngineConfig {
     /// From here on a batch is late, and the CPU does it again. Longer than a device takes for all
     /// that its queues hold: 128 batches of 128 pages are 2.1 ms.
     pub deadline: Duration,
-    /// Pages in a batch at most. 128 keep a device busy for 16.5 us, which hides what a
+    /// Pages that are offered to a device at once, at most, in as many batches as its queue makes of
+    /// them. 128 keep a device busy for 16.5 us, which hides what a
     /// submission costs; more would only make others wait longer.
     pub batch_pages: u32,
     /// Fewer pages than this are the CPU's: it has checked them before a device would answer.
@@ -91,12 +94,13 @@ pub struct ZeroEngine<C: CpuCheck> {
     cpu: C,
     slots: Slots,
     drains: Vec<Drain>,
+    groups: Groups,
     jobs: [Job; JOBS],
     /// The job that is collected next.
     oldest: usize,
     /// How many are open.
     open: usize,
-    /// The pieces of the batch that is being put together.
+    /// The pieces that are being offered to a device.
     draft: Vec<Piece>,
     /// Most descriptors in a batch, for all queues alike.
     batch_max: usize,
@@ -137,7 +141,8 @@ impl<C: CpuCheck> ZeroEngine<C> {
             jobs: [Job::new(), Job::new()],
             oldest: 0,
             open: 0,
-            draft: Vec::with_capacity(batch_max),
+            draft: Vec::with_capacity(pages as usize + 1),
+            groups: Groups::new(count),
             batch_max,
             transfer_pages_max: u32::try_from(transfer).unwrap_or(1),
             range: RangeLength::new(if batch_max > 1 { 1 } else { submit::SINGLE_PAGES_MIN }),
@@ -156,7 +161,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let job = (self.oldest + self.open) % JOBS;
         self.open += 1;
         self.jobs[job].reset(runs);
-        self.pump(job);
+        self.pump_all();
     }
 
     /// How many jobs are open.
@@ -172,12 +177,13 @@ impl<C: CpuCheck> ZeroEngine<C> {
         }
         let job = self.oldest;
         loop {
-            self.pump(job);
+            self.pump_all();
             match self.oldest_batch(job) {
                 Some(slot) => self.await_slot(slot),
                 None => break,
             }
         }
+        assert!(self.jobs[job].is_given(), "what stays, waits for a batch");
         self.oldest = (self.oldest + 1) % JOBS;
         self.open -= 1;
         Some(self.jobs[job].zero())
@@ -198,13 +204,16 @@ impl<C: CpuCheck> ZeroEngine<C> {
         self.stats
     }
 
-    /// The slot that was submitted first of those that a job waits for.
+    /// The slot that was submitted first of those that a job waits for: its own, or if a part of it
+    /// waits for room, anybody's.
     fn oldest_batch(&self, job: usize) -> Option<usize> {
+        let waits_for_all = !self.jobs[job].is_given();
         let busy = (0..self.slots.count()).filter_map(|slot| match self.slots.state(slot) {
-            SlotState::Busy(busy) if busy.job == job => Some((busy.submitted, slot)),
+            SlotState::Busy(busy) if busy.job == job => Some((false, busy.submitted, slot)),
+            SlotState::Busy(busy) if waits_for_all => Some((true, busy.submitted, slot)),
             SlotState::Busy(_) | SlotState::Free | SlotState::Quarantined { .. } => None,
         });
-        busy.min().map(|(_, slot)| slot)
+        busy.min().map(|(_, _, slot)| slot)
     }
 }
 

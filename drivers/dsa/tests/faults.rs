@@ -159,11 +159,32 @@ fn a_full_queue_is_tried_a_few_times() {
     let storm = Rule { at: FaultPoint::Submit, skip: 0, times: 5, fault: Fault::Retry };
     bench.model().set_faults(FaultPlan::script([storm]));
     let mut engine = bench.engine();
+    // Three tries for the first batch, and the others of the grant are not tried.
     bench.assert_right(&mut engine, 0, 96);
-    // Three tries for the first batch; the second one is taken at its third.
+    assert_eq!(bench.model().counters().retries, 3);
+    assert_eq!((engine.stats().rejected, engine.stats().cpu_pages), (1, 96));
+    // The next one is taken at its third try.
+    bench.assert_right(&mut engine, 0, 96);
     assert_eq!(bench.model().counters().retries, 5);
-    assert_eq!((engine.stats().rejected, engine.stats().cpu_pages), (1, 32));
-    assert_eq!(engine.stats().device_pages, 64);
+    assert_eq!((engine.stats().rejected, engine.stats().device_pages), (1, 96));
+}
+
+#[test]
+fn a_queue_that_may_not_be_drained_stays_given_up() {
+    let without = |operation: &Opcode| *operation != Opcode::DRAIN;
+    let operations: Vec<Opcode> =
+        martlet_dsa_model::OPERATIONS.into_iter().filter(without).collect();
+    let operations = martlet_dsa_abi::OperationCapability::of(&operations);
+    let device = DeviceConfig { operations, ..DeviceConfig::sapphire_rapids() };
+    let bench = Bench::new(Setup { devices: vec![device], ..Setup::default() });
+    let mut engine = bench.engine();
+    bench.model().set_faults(Faults::once(FaultPoint::Batch, 0, Fault::NoRecord));
+    for _ in 0..20 {
+        bench.assert_right(&mut engine, 0, 32);
+        bench.pass(Duration::from_millis(200));
+    }
+    assert!(bench.queues[0].is_silent());
+    assert_eq!((engine.stats().timed_out, engine.stats().device_pages), (1, 0));
 }
 
 /// The series' way: try until the queue takes it. It ends, at the deadline.

@@ -132,6 +132,11 @@ impl Job {
         Some(Piece { first: all.first, pages })
     }
 
+    /// Whether all pages were given to somebody.
+    pub(super) fn is_given(&self) -> bool {
+        self.again.is_empty() && self.next == self.count()
+    }
+
     /// Gives back the rest of a piece.
     pub(super) fn again(&mut self, rest: Piece) {
         if rest.pages > 0 {

@@ -11,10 +11,14 @@ impl<C: CpuCheck> ZeroEngine<C> {
     /// A batch is late: its queue is given up, with everything that this engine has there. What
     /// has come in is settled, the rest is the CPU's and goes into quarantine.
     pub(super) fn give_up(&mut self, queue: usize) {
+        if !self.queues[queue].is_silent() {
+            let queue = self.queues[queue].name();
+            tracing::warn!(queue, "a DSA work queue does not answer: the CPU does its work");
+        }
         self.queues[queue].set_silent(true);
         for slot in 0..self.slots.count() {
             let SlotState::Busy(busy) = self.slots.state(slot) else { continue };
-            if busy.grant.queue != queue {
+            if busy.queue != queue {
                 continue;
             }
             let now = self.queues[queue].wait().now();
@@ -23,7 +27,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
                 continue;
             }
             self.stats.timed_out += 1;
-            self.gate.finish(now, busy.grant, Outcome::TimedOut);
+            self.end_of_group(busy.group, Some(Outcome::TimedOut));
             self.slots.hold(slot, queue, Entry::Taken);
             let mut items = Vec::new();
             self.slots.swap_items(slot, &mut items);
@@ -44,6 +48,12 @@ impl<C: CpuCheck> ZeroEngine<C> {
             let drained = self.drains[queue].take_answer(&self.queues[queue]);
             let heard = self.release(queue, drained, now);
             if heard || drained {
+                if self.queues[queue].is_silent() {
+                    tracing::info!(
+                        queue = self.queues[queue].name(),
+                        "a DSA work queue answers again"
+                    );
+                }
                 self.queues[queue].set_silent(false);
                 self.gate.heard(now, queue);
             }

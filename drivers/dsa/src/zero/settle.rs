@@ -21,11 +21,11 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let SlotState::Busy(busy) = self.slots.state(slot) else {
             unreachable!("only batches that the device has are waited for")
         };
-        let queue = &self.queues[busy.grant.queue];
+        let queue = &self.queues[busy.queue];
         let status = self.slots.status(slot);
         match queue.await_record(status, busy.submitted, busy.deadline) {
             Some(latency) => self.settle(slot, &busy, latency),
-            None => self.give_up(busy.grant.queue),
+            None => self.give_up(busy.queue),
         }
     }
 
@@ -36,8 +36,9 @@ impl<C: CpuCheck> ZeroEngine<C> {
         self.slots.swap_items(slot, &mut items);
         let sum = self.settle_items(slot, busy.job, &items);
         self.slots.swap_items(slot, &mut items);
-        let queue = &self.queues[busy.grant.queue];
+        let queue = &self.queues[busy.queue];
         queue.entry_is_free();
+        let now = queue.wait().now();
         let outcome = if sum.failed {
             Outcome::Failed
         } else {
@@ -45,14 +46,13 @@ impl<C: CpuCheck> ZeroEngine<C> {
         };
         self.stats.failed += u64::from(sum.failed);
         self.stats.faulted_pages += u64::from(sum.faulted);
-        let now = queue.wait().now();
-        self.gate.finish(now, busy.grant, outcome);
         if sum.unwritten {
             // The batch is done and some record is not there: it may still come.
-            self.slots.hold(slot, busy.grant.queue, Entry::Free);
+            self.slots.hold(slot, busy.queue, Entry::Free);
         } else {
             self.slots.put(slot, now);
         }
+        self.end_of_group(busy.group, Some(outcome));
     }
 
     fn settle_items(&mut self, slot: usize, job: usize, items: &[Piece]) -> Sum {

@@ -9,31 +9,59 @@ use crate::slots::{Busy, Piece, SlotState};
 use crate::{CpuCheck, cpu};
 use martlet_dsa_abi::{BATCH_DESCRIPTORS_MIN, Descriptor};
 use martlet_units::{Instant, PAGE_SIZE};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Without batches, runs shorter than this are the CPU's: handing over a descriptor costs as much as
 /// checking a page (0.25 to 0.3 us through the device file).
 pub(super) const SINGLE_PAGES_MIN: u32 = 4;
-/// Shorter pieces don't measure the CPU: reading the clock would count.
+/// Fewer pages don't measure the CPU: reading the clock would count.
 const MEASURED_PAGES_MIN: u32 = 16;
 /// The pattern that pages are compared with.
 const ZERO: u64 = 0;
 
+/// What became of a draft.
+enum Offered {
+    /// The device has it, but for what is left in the draft.
+    Taken,
+    /// It is the CPU's.
+    Refused,
+    /// It had better be offered again when something else is done.
+    Later,
+}
+
 impl<C: CpuCheck> ZeroEngine<C> {
-    /// Gives away all of a job that nobody has yet, batch by batch.
-    pub(super) fn pump(&mut self, job: usize) {
-        while self.draft_batch(job) {
-            if !self.offload(job) {
-                self.check_draft_by_cpu(job);
+    /// Gives away all that nobody has yet, job by job. What would only wait for this engine's own
+    /// batches may stay; then there are such batches.
+    pub(super) fn pump_all(&mut self) {
+        for number in 0..self.open {
+            if !self.pump((self.oldest + number) % super::JOBS) {
+                return;
             }
         }
     }
 
-    /// Puts a batch together; false if the job has nothing left. Pieces that no device can or should
-    /// check are checked on the way.
-    fn draft_batch(&mut self, job: usize) -> bool {
+    /// Gives away all of a job; false if something stays.
+    fn pump(&mut self, job: usize) -> bool {
+        while self.draft(job) {
+            match self.offer(job) {
+                Offered::Taken | Offered::Refused => self.check_draft_by_cpu(job),
+                Offered::Later => {
+                    let draft = self.draft.drain(..).rev();
+                    draft.for_each(|piece| self.jobs[job].again(piece));
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Chooses pages to offload; false if the job has nothing left. Pieces that no device can or
+    /// should check are checked on the way.
+    fn draft(&mut self, job: usize) -> bool {
         self.draft.clear();
         let mut pages = 0;
-        while self.draft.len() < self.batch_max && pages < self.config.batch_pages {
+        while pages < self.config.batch_pages {
             let most = self.range.pages().max(self.pages_min()).min(self.transfer_pages_max);
             let most = most.min(self.config.batch_pages - pages);
             let memory = &self.memory;
@@ -66,90 +94,156 @@ impl<C: CpuCheck> ZeroEngine<C> {
             && piece.pages.min(self.range.pages()) < SINGLE_PAGES_MIN
     }
 
-    /// Gives the draft to a device; false if none should or would take it.
-    fn offload(&mut self, job: usize) -> bool {
+    /// Offers the draft to a device. What the device does not take stays in it.
+    fn offer(&mut self, job: usize) -> Offered {
         let pages: u32 = self.draft.iter().map(|piece| piece.pages).sum();
-        if pages < self.config.offload_pages_min {
-            return false;
+        let pages_min = self.config.offload_pages_min;
+        if pages < pages_min {
+            return Offered::Refused;
         }
-        let Some(first) = self.queues.first() else { return false };
+        let Some(first) = self.queues.first() else { return Offered::Refused };
         let now = first.wait().now();
-        let Some(slot) = self.slots.take(now, &mut self.stats.disturbed) else { return false };
-        let granted = self.ask(now, pages);
-        if !granted.is_some_and(|grant| self.submit(job, slot, grant)) {
-            self.slots.put_unused(slot);
-            return false;
-        }
-        true
-    }
-
-    /// Asks for leave; not for a queue that nobody uses.
-    fn ask(&self, now: Instant, pages: u32) -> Option<Grant> {
-        let ask = Ask { pages, node: self.config.node, channel: self.config.channel };
-        let grant = self.gate.admit(now, ask)?;
-        let queue = self.queues.get(grant.queue).expect("a gate names one of the engine's queues");
-        if queue.is_silent() {
-            self.gate.finish(now, grant, Outcome::TimedOut);
-            return None;
-        }
-        Some(grant)
-    }
-
-    fn submit(&mut self, job: usize, slot: usize, grant: Grant) -> bool {
-        let queue = &self.queues[grant.queue];
-        let order = self.write_draft(job, slot);
-        let tries_end = queue.wait().now().after(self.config.deadline);
-        let submitted = queue.submit(&order, grant.tries.max(1), tries_end);
-        let outcome = match submitted {
-            Submitted::Accepted => {
-                let submitted = queue.wait().now();
-                let deadline = submitted.after(self.config.deadline);
-                let busy = Busy { job, grant, submitted, deadline };
-                self.slots.swap_items(slot, &mut self.draft);
-                self.slots.set_state(slot, SlotState::Busy(busy));
-                self.stats.batches += 1;
-                return true;
-            }
-            Submitted::Full => Outcome::Rejected,
-            Submitted::Gone => {
-                queue.set_silent(true);
-                Outcome::Gone
-            }
+        let has_pending = self.has_busy_slot();
+        let asks_again = has_pending && self.gate.asks_again();
+        let (node, channel) = (self.config.node, self.config.channel);
+        let ask = Ask { pages, pages_min, has_pending, node, channel };
+        let Some(grant) = self.gate.admit(now, ask) else {
+            return if asks_again { Offered::Later } else { Offered::Refused };
         };
-        self.stats.rejected += u64::from(submitted == Submitted::Full);
-        self.gate.finish(queue.wait().now(), grant, outcome);
-        false
+        assert!(grant.queue < self.queues.len(), "a gate names one of the engine's queues");
+        assert!(grant.pages <= pages, "a gate grants no more than it is asked for");
+        if self.queues[grant.queue].is_silent() {
+            self.gate.finish(now, grant, Outcome::TimedOut);
+            return Offered::Refused;
+        }
+        self.submit_all(job, grant, now);
+        Offered::Taken
     }
 
-    /// Writes the draft's descriptors, and says what to submit: the batch, or a single descriptor,
-    /// as version 1 devices refuse a batch of one.
-    fn write_draft(&self, job: usize, slot: usize) -> Descriptor {
+    fn has_busy_slot(&self) -> bool {
+        (0..self.slots.count()).any(|slot| matches!(self.slots.state(slot), SlotState::Busy(_)))
+    }
+
+    /// Submits as much of the draft as was granted, batch by batch, until one is not taken.
+    fn submit_all(&mut self, job: usize, grant: Grant, now: Instant) {
+        let granted = self.cut_draft(grant.pages);
+        let group = self.groups.begin(grant, now);
+        let (mut from, mut refused) = (0, None);
+        while from < granted && refused.is_none() {
+            let to = granted.min(from + self.batch_max);
+            let now = self.queues[grant.queue].wait().now();
+            let Some(slot) = self.slots.take(now, &mut self.stats.disturbed) else { break };
+            refused = self.submit(job, slot, from..to, group, grant);
+            match refused {
+                None => from = to,
+                Some(_) => self.slots.put_unused(slot),
+            }
+        }
+        self.draft.drain(..from);
+        self.end_of_group(group, refused);
+    }
+
+    /// Cuts the draft so that its first pieces have so many pages; how many pieces that are.
+    fn cut_draft(&mut self, pages: u32) -> usize {
+        let mut left = pages;
+        for index in 0..self.draft.len() {
+            let piece = self.draft[index];
+            if piece.pages > left {
+                if left == 0 {
+                    return index;
+                }
+                self.draft[index].pages = left;
+                let (first, pages) = (piece.first + left, piece.pages - left);
+                self.draft.insert(index + 1, Piece { first, pages });
+                return index + 1;
+            }
+            left -= piece.pages;
+        }
+        self.draft.len()
+    }
+
+    /// Submits some pieces of the draft as one batch; what was in the way if it is not taken.
+    fn submit(
+        &mut self,
+        job: usize,
+        slot: usize,
+        pieces: Range<usize>,
+        group: usize,
+        grant: Grant,
+    ) -> Option<Outcome> {
+        self.slots.set_items(slot, &self.draft[pieces]);
+        let order = self.write_descriptors(job, slot);
+        let queue = &self.queues[grant.queue];
+        let tries_end = queue.wait().now().after(self.config.deadline);
+        match queue.submit(&order, grant.tries.max(1), tries_end) {
+            Submitted::Accepted => {
+                let deadline = queue.wait().now().after(self.config.deadline);
+                let submitted = self.groups.since(group);
+                let busy = Busy { job, queue: grant.queue, group, submitted, deadline };
+                self.slots.set_state(slot, SlotState::Busy(busy));
+                self.groups.add(group);
+                self.stats.batches += 1;
+                None
+            }
+            Submitted::Full => {
+                self.stats.rejected += 1;
+                Some(Outcome::Rejected)
+            }
+            Submitted::Gone => {
+                tracing::warn!(queue = queue.name(), "a DSA work queue is gone");
+                queue.set_silent(true);
+                Some(Outcome::Gone)
+            }
+        }
+    }
+
+    /// Tells the gate, if that was the last of a grant's batches.
+    pub(super) fn end_of_group(&mut self, group: usize, outcome: Option<Outcome>) {
+        if let Some((grant, outcome)) = self.groups.end(group, outcome) {
+            let now = self.queues[grant.queue].wait().now();
+            self.gate.finish(now, grant, outcome);
+        }
+    }
+
+    /// Writes the descriptors of a slot's pieces, and says what to submit: the batch, or a single
+    /// descriptor, as version 1 devices refuse a batch of one.
+    fn write_descriptors(&self, job: usize, slot: usize) -> Descriptor {
         let compare = |index: usize, piece: &Piece| {
             let host = self.jobs[job].address(piece.first);
             let (bus, _) = self.memory.on_bus(host).expect("was looked up for the draft");
             let bytes = piece.pages * u32::try_from(PAGE_SIZE).expect("4096");
             Descriptor::compare_pattern(bus.0, ZERO, bytes, self.slots.record_at(slot, index))
         };
-        let count = u32::try_from(self.draft.len()).expect("at most a batch");
-        if let (Some(piece), true) = (self.draft.first(), count < BATCH_DESCRIPTORS_MIN) {
+        let items = self.slots.items(slot);
+        let count = u32::try_from(items.len()).expect("at most a batch");
+        if let (Some(piece), true) = (items.first(), count < BATCH_DESCRIPTORS_MIN) {
             return compare(0, piece);
         }
-        for (index, piece) in self.draft.iter().enumerate() {
+        for (index, piece) in items.iter().enumerate() {
             self.slots.set_descriptor(slot, index, &compare(index, piece));
         }
         Descriptor::batch(self.slots.list_at(slot), count, self.slots.batch_record_at(slot))
     }
 
+    /// The CPU checks what is in the draft, and tells how long that took.
     fn check_draft_by_cpu(&mut self, job: usize) {
-        let mut draft = std::mem::take(&mut self.draft);
-        draft.drain(..).for_each(|piece| self.check_by_cpu(job, piece));
-        self.draft = draft;
+        let pages: u32 = self.draft.iter().map(|piece| piece.pages).sum();
+        if pages == 0 {
+            return;
+        }
+        let clock = self.queues.first().filter(|_| pages >= MEASURED_PAGES_MIN).map(Arc::clone);
+        let begin = clock.as_ref().map(|queue| queue.wait().now());
+        for index in 0..self.draft.len() {
+            self.check_by_cpu(job, self.draft[index]);
+        }
+        self.draft.clear();
+        if let (Some(queue), Some(begin)) = (clock, begin) {
+            self.gate.cpu(pages, queue.wait().now().since(begin));
+        }
     }
 
     /// The CPU checks a piece, now.
     pub(super) fn check_by_cpu(&mut self, job: usize, piece: Piece) {
-        let clock = self.queues.first().filter(|_| piece.pages >= MEASURED_PAGES_MIN);
-        let begin = clock.map(|queue| queue.wait().now());
         for page in piece.first..piece.first + piece.pages {
             let address = cpu::pointer(self.jobs[job].address(page));
             // SAFETY: a page of a run of this job, which is mapped until the job is collected by
@@ -162,8 +256,5 @@ impl<C: CpuCheck> ZeroEngine<C> {
             }
         }
         self.stats.cpu_pages += u64::from(piece.pages);
-        if let (Some(queue), Some(begin)) = (self.queues.first(), begin) {
-            self.gate.cpu(piece.pages, queue.wait().now().since(begin));
-        }
     }
 }
