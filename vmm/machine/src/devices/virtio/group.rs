@@ -18,7 +18,7 @@ use martlet_units::{Gpa, Instant};
 use martlet_vdpa::Counters;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// What the cards must know of the whole.
 #[derive(Default)]
@@ -203,12 +203,17 @@ impl Nics {
         self.wait_standing(&mut order)
     }
 
-    fn wait_standing(&self, order: &mut MutexGuard<'_, Order>) -> Result<(), String> {
+    /// Waits for a suspend that was begun; the error is the first of a device that does not stand.
+    fn settle(&self, order: &mut Order) -> Result<(), String> {
         let Phase::Suspending(began, failed) = &mut order.phase else { return Ok(()) };
         let (began, mut failed) = (*began, failed.take());
         self.wait_for_all(&mut failed, |card| card.poll_suspended(began));
         order.phase = Phase::Standing;
-        let Some(why) = failed else { return Ok(()) };
+        failed.map_or(Ok(()), Err)
+    }
+
+    fn wait_standing(&self, order: &mut Order) -> Result<(), String> {
+        let Err(why) = self.settle(order) else { return Ok(()) };
         order.by_switchover = false;
         if let Err(error) = self.go_on(order) {
             tracing::warn!(%error, "a suspend failed, and so did the resume after it");
@@ -265,10 +270,13 @@ impl Nics {
         lock(&self.order).by_owner = true;
     }
 
-    fn go_on(&self, order: &mut MutexGuard<'_, Order>) -> Result<(), String> {
-        if order.by_owner || order.by_switchover || !matches!(order.phase, Phase::Standing) {
+    /// Sets all devices going, if nobody wants them to stand.
+    fn go_on(&self, order: &mut Order) -> Result<(), String> {
+        if order.by_owner || order.by_switchover || matches!(order.phase, Phase::Going) {
             return Ok(());
         }
+        // One that does not stand goes already.
+        let _ = self.settle(order);
         self.standing.stands.store(false, Ordering::SeqCst);
         let began = clock::now();
         let mut failed = None;

@@ -315,6 +315,10 @@ fn what_the_driver_does_while_devices_stand_is_made_up_for() {
     // A card that runs can't leave.
     assert_eq!(driver.nics.save(false), Err("network card 0 does not stand".into()));
     assert!(driver.nics.save(true).unwrap()[0].indices.is_none());
+    // Nobody has to wait for the suspend.
+    driver.nics.begin_suspend();
+    driver.nics.resume().unwrap();
+    assert!(driver.device.is_running());
     // A card may be reset at any moment.
     driver.nics.begin_suspend();
     driver.write(at::STATUS, 0);
