@@ -182,7 +182,9 @@ pub trait QueuePair: Send + 'static {
     /// Its number.
     fn number(&self) -> QueueNumber;
 
-    /// How many requests may be in flight: at least what [`Setup::send_slots`] asked for.
+    /// How many requests may be in flight: what [`Setup::send_slots`] asked for. Count them (see
+    /// [`SendWindow`](crate::SendWindow)): a device may take more, and its completion queue then
+    /// run over.
     fn send_slots(&self) -> u32;
 
     /// Hands a list of requests to the device, with one doorbell where the device can. One of

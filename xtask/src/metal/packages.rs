@@ -145,6 +145,7 @@ fn ask_apt(apt: &Path, folder: &Path, tool: &str, arguments: &[&str]) -> Result<
         "Dir::Etc::SourceParts=/dev/null".to_owned(),
         "APT::Architecture=amd64".to_owned(),
         "APT::Architectures=amd64".to_owned(),
+        "APT::Update::Error-Mode=any".to_owned(),
         "Acquire::Languages=none".to_owned(),
         "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".to_owned(),
         // Root's apt would download as a user who may not write here.

@@ -79,7 +79,7 @@ impl Fabric for Ibv {
         let deadline = Instant::now() + limit;
         let mut id = Id::new(self.device.library)?;
         id.resolve(&ip(to)?, limit)?;
-        check_device(&self.device, &id)?;
+        check_device(&self.device, &id, to)?;
         let mut pair = IbvPair::new(&self.device, id, setup)?;
         let answer = pair.connect(setup, data, deadline)?;
         Ok((pair, answer))
@@ -95,11 +95,11 @@ impl Fabric for Ibv {
 }
 
 /// Fails if the connection goes by another device than the one whose regions it is to use.
-fn check_device(device: &Device, id: &Id) -> Result<(), VerbsError> {
+fn check_device(device: &Device, id: &Id, at: &Endpoint) -> Result<(), VerbsError> {
     if id.context() == device.context {
         return Ok(());
     }
-    let address = "one that leads to another device".to_owned();
+    let address = format!("{at}: it goes by another device than {}", device.name);
     Err(VerbsError::Address { provider: "ibv", address })
 }
 
@@ -137,14 +137,11 @@ impl Listener for IbvListener {
                 data: event.data,
                 asked,
             };
-            check_request(&request)?;
+            // Rejected by its drop if it fails.
+            request.check(&self.local)?;
             return Ok(Some(request));
         }
     }
-}
-
-fn check_request(request: &IbvRequest) -> Result<(), VerbsError> {
-    request.id.as_ref().map_or(Ok(()), |id| check_device(&request.device, id))
 }
 
 /// A connection request.
@@ -154,6 +151,12 @@ pub struct IbvRequest {
     id: Option<Id>,
     data: Vec<u8>,
     asked: ReadsAsked,
+}
+
+impl IbvRequest {
+    fn check(&self, at: &Endpoint) -> Result<(), VerbsError> {
+        self.id.as_ref().map_or(Ok(()), |id| check_device(&self.device, id, at))
+    }
 }
 
 impl ConnectRequest for IbvRequest {

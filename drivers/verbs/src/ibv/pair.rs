@@ -84,8 +84,8 @@ impl IbvPair {
             id,
             completions,
             queue,
-            // What was granted, which may be more than was asked for.
-            send_slots: attributes.max_send_wr.max(setup.send_slots),
+            // More may have been granted, but only these have room in the completion queue.
+            send_slots: setup.send_slots,
             link: Link::Up,
             chain: Box::new(Chain {
                 sends: [SendWr::EMPTY; CHAIN],

@@ -6,12 +6,16 @@ use crate::work::{Completion, Operation, Sge, Side, Signal, Status, WorkId, Work
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Shared by one queue pair and its thread.
 pub(super) struct Shared {
     queues: Mutex<Queues>,
+    /// Whether there is something to poll: so that an owner who polls all the time does not keep
+    /// the lock from the thread. Written under the lock.
+    news: AtomicBool,
     /// Told when [`Queues::quiet`] becomes true.
     quiet: Condvar,
     /// Wakes the thread.
@@ -84,7 +88,8 @@ impl Shared {
             quiet: false,
         };
         let queues = Mutex::new(queues);
-        Ok(Shared { queues, quiet: Condvar::new(), wake: events()?, event: events()? })
+        let (news, quiet) = (AtomicBool::new(false), Condvar::new());
+        Ok(Shared { queues, news, quiet, wake: events()?, event: events()? })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Queues> {
@@ -102,9 +107,10 @@ impl Shared {
 
     /// Tells the owner, if it asked for it, that there is something to poll.
     pub(super) fn tell(&self, mut queues: MutexGuard<'_, Queues>) {
-        let news = !queues.send_done.is_empty() || !queues.receive_done.is_empty();
-        let news = news || queues.overrun || queues.link != Link::Up;
-        let tell = news && std::mem::take(&mut queues.armed);
+        let news = queues.has_news();
+        // Release: with the load in `poll`, though the lock orders all that matters.
+        self.news.store(news, Ordering::Release);
+        let tell = (news || queues.link != Link::Up) && std::mem::take(&mut queues.armed);
         drop(queues);
         if tell {
             ring(&self.event);
@@ -130,7 +136,13 @@ impl Shared {
     }
 
     pub(super) fn poll(&self, into: &mut [Completion]) -> Result<usize, VerbsError> {
-        self.lock().poll(into)
+        if !self.news.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        let mut queues = self.lock();
+        let result = queues.poll(into);
+        self.news.store(queues.has_news(), Ordering::Release);
+        result
     }
 
     pub(super) fn arm(&self) {
@@ -257,6 +269,11 @@ impl Queues {
 
     fn completion_slots(&self) -> usize {
         usize::try_from(self.setup.completion_slots).unwrap_or(usize::MAX)
+    }
+
+    /// Whether a poll has something to say.
+    fn has_news(&self) -> bool {
+        !self.send_done.is_empty() || !self.receive_done.is_empty() || self.overrun
     }
 
     /// Whether completions were lost.
