@@ -30,6 +30,10 @@ const ANSWER_BYTES: usize = 8 + ACCEPT_DATA_BYTES_MAX;
 /// How long a peer that connected may take to say hello.
 const HELLO_LIMIT: Duration = Duration::from_secs(2);
 
+/// How long a host may leave bytes unacknowledged before it counts as gone: as a device's retries
+/// run out, but later, because here a process that is stopped for a while is silent too.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+
 /// Connections that may be about to say hello; beyond it the oldest is dropped.
 const GREETING_MAX: usize = 64;
 
@@ -276,6 +280,8 @@ impl Drop for SoftRequest {
 }
 
 fn prepare_tcp(stream: TcpStream) -> io::Result<OwnedFd> {
+    let limit_ms = u32::try_from(SILENCE_MAX.as_millis()).unwrap_or(u32::MAX);
+    rustix::net::sockopt::set_tcp_user_timeout(&stream, limit_ms)?;
     // An acknowledgement must not wait for more (RFC 896).
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)?;

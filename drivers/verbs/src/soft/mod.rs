@@ -7,7 +7,9 @@
 //! ends see what they would see of a network card, but for two things: a peer that is gone is
 //! noticed even while nothing is in flight, and the cost is a core's.
 //!
-//! The bytes travel in clear, as those of real RDMA do.
+//! The bytes travel in clear, as those of real RDMA do. Pages of registered memory that are not
+//! there yet are faulted in as they are written; a fault must not wait for someone who registers
+//! or deregisters memory.
 
 mod engine;
 mod frame;
