@@ -3,9 +3,9 @@
 use crate::config::ModelConfig;
 use crate::faults::Faults;
 use crate::firmware::{
-    self, Firmware, FirmwareConfig, LOG_COMMAND_STRIDE, LOG_VIRTQ_DOORBELL_STRIDE, UARS_MAX,
-    VIRTQ_DOORBELL_OFFSET,
+    self, Firmware, LOG_COMMAND_STRIDE, LOG_VIRTQ_DOORBELL_STRIDE, UARS_MAX, VIRTQ_DOORBELL_OFFSET,
 };
+use crate::nic::port::Port;
 use crate::nic::{Nic, NicConfig};
 use crate::num::{high32, low32};
 use crate::stats::Stats;
@@ -30,6 +30,9 @@ const HEALTH_PERIOD_NS: u64 = 10_000_000;
 /// Virtqueues that a model can have.
 const QUEUES_MAX: u16 = 1024;
 
+/// Steps of the data path in one turn, where no thread makes them: guests may go on for ever.
+const STEPS_MAX: u32 = 10_000;
+
 /// As the moment of the next event: there is none.
 const NOTHING_DUE: u64 = u64::MAX;
 
@@ -50,7 +53,11 @@ pub struct Model {
 
 impl Model {
     /// A device on a bus, with power on.
-    pub fn new(config: ModelConfig, bus: Arc<dyn BusMemory>, clock: &Arc<SoftClock>) -> Arc<Model> {
+    pub fn new(
+        mut config: ModelConfig,
+        bus: Arc<dyn BusMemory>,
+        clock: &Arc<SoftClock>,
+    ) -> Arc<Model> {
         assert!((1..=QUEUES_MAX).contains(&config.queues), "a number of queues that can be had");
         assert!(config.queue_size_max.is_power_of_two(), "sizes are powers of two");
         assert!(config.log_command_entries <= 5, "the doorbell has 32 bits");
@@ -59,34 +66,15 @@ impl Model {
             keys: config.keys_max,
             suppress_kicks: config.suppress_kicks,
         };
-        let nic = Nic::new(nic_config, bus, Arc::clone(clock), config.port);
+        let port = std::mem::replace(&mut config.port, Port::Loopback);
+        let nic = Nic::new(nic_config, bus, Arc::clone(clock), port);
         let ready_at = clock.now().after(config.boot_time);
-        let firmware = FirmwareConfig {
-            queues: config.queues,
-            queue_size_max: config.queue_size_max,
-            resumable: config.resumable,
-            ready_takes_fields: config.ready_takes_fields,
-            ring_keys: config.ring_keys,
-            features: config.features,
-            umems: config.umems,
-            keys_max: config.keys_max,
-            log_klm_list_max: config.log_klm_list_max,
-            log_region_max: config.log_region_max,
-            boot_pages: config.boot_pages,
-            init_pages: config.init_pages,
-            command_entries: 1 << config.log_command_entries,
-            signatures: config.signatures,
-            mac: config.mac,
-            mtu: config.mtu,
-            seed: config.seed,
-            latencies: config.latencies,
-            ready_at,
-        };
-        let firmware = Firmware::new(firmware, config.faults, Arc::clone(&nic));
+        let queues = config.queues;
         let shape = CommandQueueShape {
             log_entries: config.log_command_entries,
             log_stride: LOG_COMMAND_STRIDE,
         };
+        let firmware = Firmware::new(config, ready_at, Arc::clone(&nic));
         Arc::new(Model {
             clock: Arc::clone(clock),
             nic,
@@ -94,7 +82,7 @@ impl Model {
             next_due: AtomicU64::new(NOTHING_DUE),
             shape,
             ready_at,
-            queues: config.queues,
+            queues,
         })
     }
 
@@ -162,15 +150,15 @@ impl Model {
         self.nic.is_gone()
     }
 
-    /// Moves frames until there is nothing to move; only useful where turns don't.
-    pub fn move_frames(&self) {
-        while self.nic.has_pending() || self.nic.has_hot() {
-            let worked = self.nic.step();
-            if !worked && !self.nic.look_at_hot() && !self.nic.has_pending() {
-                return;
+    /// Moves frames until there is nothing to move, or for long enough; whether there is more.
+    fn move_frames(&self) -> bool {
+        for _ in 0..STEPS_MAX {
+            self.nic.step();
+            if !self.nic.has_pending() {
+                return false;
             }
         }
-        self.nic.step();
+        true
     }
 
     /// Gives the firmware a turn if something is due, unless somebody else is at it.
@@ -294,10 +282,8 @@ impl Vectors for Model {
 impl Turn for Model {
     fn turn(&self, now: Instant) -> Option<Instant> {
         let next = self.turn_firmware(self.firmware(), now);
-        if !self.nic.has_thread() {
-            self.move_frames();
-        }
-        next
+        let more = !self.nic.has_thread() && self.move_frames();
+        if more { Some(now) } else { next }
     }
 
     fn take_interrupt(&self) -> bool {

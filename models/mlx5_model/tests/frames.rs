@@ -400,3 +400,23 @@ fn a_tap_takes_frames_and_brings_some() {
     guest.kick(&host);
     assert_eq!(host.model.stats().frames_sent, 1 + sent);
 }
+
+#[test]
+fn an_interface_of_the_host_takes_frames() {
+    let tap = match Tap::open("martlet-test0") {
+        Ok(tap) => tap,
+        Err(error) => {
+            println!("skipped: no tap here: {error}");
+            return;
+        }
+    };
+    assert!(Tap::open("a-name-of-16-byte").is_err());
+    let mut host = Host::new(ModelConfig { port: Port::Tap(tap), ..ModelConfig::default() });
+    let mut guest = Guest::new(&mut host, 1, 16, 0);
+    guest.start(&mut host);
+    guest.refill();
+    guest.send();
+    guest.kick(&host);
+    // The interface is down, so it throws the frame away.
+    assert_eq!(host.model.stats().frames_sent, 1);
+}

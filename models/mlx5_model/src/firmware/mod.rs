@@ -15,9 +15,9 @@ mod tables;
 mod transport;
 mod virtq;
 
-use crate::config::Signatures;
+use crate::config::ModelConfig;
 use crate::faults::{Fault, Faults, Point};
-use crate::latency::{Class, Latencies, Latency};
+use crate::latency::{Class, Latency};
 use crate::nic::Nic;
 use crate::nic::queue::QueueCounts;
 use agenda::{Agenda, Event};
@@ -56,29 +56,6 @@ const INTERFACE_BITS: u32 = 0x300;
 /// The port of the only vport, as events name it.
 const PORT: u32 = 1;
 
-/// What the firmware is made with.
-pub(crate) struct FirmwareConfig {
-    pub(crate) queues: u16,
-    pub(crate) queue_size_max: u16,
-    pub(crate) resumable: bool,
-    pub(crate) ready_takes_fields: bool,
-    pub(crate) ring_keys: bool,
-    pub(crate) features: u16,
-    pub(crate) umems: [(u32, u32); 3],
-    pub(crate) keys_max: u32,
-    pub(crate) log_klm_list_max: u8,
-    pub(crate) log_region_max: u8,
-    pub(crate) boot_pages: u32,
-    pub(crate) init_pages: u32,
-    pub(crate) command_entries: u32,
-    pub(crate) signatures: Signatures,
-    pub(crate) mac: [u8; 6],
-    pub(crate) mtu: u16,
-    pub(crate) seed: u64,
-    pub(crate) latencies: Latencies,
-    pub(crate) ready_at: Instant,
-}
-
 /// How far the function has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Function {
@@ -107,7 +84,9 @@ struct Finished {
 
 /// The firmware of one device.
 pub(crate) struct Firmware {
-    config: FirmwareConfig,
+    config: ModelConfig,
+    /// When it takes commands.
+    ready_at: Instant,
     nic: Arc<Nic>,
     function: Function,
     issi: u16,
@@ -141,11 +120,15 @@ pub(crate) struct Firmware {
 }
 
 impl Firmware {
-    pub(crate) fn new(config: FirmwareConfig, faults: Faults, nic: Arc<Nic>) -> Firmware {
+    /// Firmware that takes commands from `ready_at` on. The port of its configuration is the
+    /// network card's already.
+    pub(crate) fn new(mut config: ModelConfig, ready_at: Instant, nic: Arc<Nic>) -> Firmware {
+        let faults = std::mem::take(&mut config.faults);
         let random = config.seed;
-        let slots = (0..config.command_entries).map(|_| None).collect();
+        let slots = (0..1_u32 << config.log_command_entries).map(|_| None).collect();
         Firmware {
             config,
+            ready_at,
             nic,
             function: Function::Off,
             issi: 0,
@@ -210,7 +193,7 @@ impl Firmware {
 
     /// The command doorbell: a bit for each entry.
     pub(crate) fn doorbell(&mut self, entries: u32, now: Instant) {
-        if now < self.config.ready_at {
+        if now < self.ready_at {
             self.stray += u64::from(entries.count_ones());
             return;
         }

@@ -85,10 +85,9 @@ impl Hardware {
     pub fn start(models: &[Arc<Model>]) -> io::Result<Hardware> {
         let wake = Arc::new(Wake::new()?);
         let stop = Arc::new(AtomicBool::new(false));
-        for model in models {
-            if !model.nic().adopt(&wake, PATIENCE) {
-                return Err(io::Error::other("the model has a thread already"));
-            }
+        let taken = models.iter().any(|model| model.nic().has_thread());
+        if taken || !models.iter().all(|model| model.nic().adopt(&wake, PATIENCE)) {
+            return Err(io::Error::other("the model has a thread already"));
         }
         let worker = Worker {
             nics: models.iter().map(|model| Arc::clone(model.nic())).collect(),
