@@ -67,11 +67,9 @@ pub(crate) enum Creates {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
     /// Keys are made. If the device has no room for them, old ones go first.
-    Untried,
+    Enough,
     /// Old keys go, until none is left.
     Making,
-    /// Keys are made, and there is nothing left that could go.
-    Made,
 }
 
 /// A map on its way into the device: all direct keys that don't exist yet, then the indirect one.
@@ -95,7 +93,7 @@ impl Build {
             next: 0,
             prepared: None,
             flying: BTreeMap::new(),
-            room: Room::Untried,
+            room: Room::Enough,
             failure: None,
         }
     }

@@ -326,7 +326,7 @@ impl Registry {
             self.counted.keys_destroyed += u64::from(fate == Fate::Destroyed);
             self.counted.keys_abandoned += u64::from(fate == Fate::Abandoned);
             self.counted.keys_live -= u64::from(fate != Fate::Again);
-            if self.config.deletion == Deletion::AtOnce {
+            if self.deletes_at_once() {
                 while self.release_one() {}
             }
         }
@@ -362,7 +362,6 @@ impl Registry {
             (what, KeyAnswer::Refused { why, error }) => {
                 let may_retry = why == Refusal::NoRoom
                     && build.failure.is_none()
-                    && build.room != Room::Made
                     && (build.room == Room::Making || !self.reaper.is_idle());
                 if may_retry {
                     build.room = Room::Making;
@@ -408,7 +407,7 @@ impl Registry {
             return;
         }
         if build.room == Room::Making && build.failure.is_none() && self.reaper.is_idle() {
-            build.room = Room::Made;
+            build.room = Room::Enough;
         }
         if let Some(error) = build.failure.clone() {
             let keys = build.take_keys();
@@ -451,6 +450,7 @@ impl Registry {
     pub fn begin_drain(&mut self, error: VdpaError) {
         self.cancel_set_map(error);
         self.draining = true;
+        while self.release_one() {}
     }
 
     /// How the drain went; `None` while it goes on. Memory of destroyed keys is unpinned by then.
