@@ -82,6 +82,8 @@ impl Mlx5Device {
     /// nothing to issue.
     fn drive_keys(&self, control: &mut Control, wait: bool) -> (Issued, Option<Instant>) {
         let keys = &mut control.keys;
+        // Memory is pinned without the firmware's lock.
+        keys.prepare(self.firmware.now(), self.firmware.dma());
         let ((issued, timeout), until) = self.firmware.drive(|now, queue, dma, late| {
             for late in &late {
                 keys.on_late(late);
