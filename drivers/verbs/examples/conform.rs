@@ -4,6 +4,7 @@
 //! conform soft|ibv ADDRESS [--soft-roce] [--may-hide-late-reads] [--only TEXT] [--backlog-mib N]
 //!                          [--trials N]
 //! conform bench soft|ibv ADDRESS [--pages N]
+//! conform devices ADDRESS            opens the device of an address in every way there is
 //! conform add-rxe NAME NETDEV        a soft-RoCE device, as `rdma link add NAME type rxe` does
 //! ```
 //!
@@ -21,6 +22,7 @@ mod rxe;
 const USAGE: &str = "usage: conform soft|ibv ADDRESS [--soft-roce] [--may-hide-late-reads] \
 [--only TEXT] [--backlog-mib N] [--trials N]
        conform bench soft|ibv ADDRESS [--pages N]
+       conform devices ADDRESS
        conform add-rxe NAME NETDEV";
 
 fn main() -> ExitCode {
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let outcome = match arguments.as_slice() {
         ["add-rxe", name, netdev] => rxe::add(name, netdev).map_err(|error| error.to_string()),
+        ["devices", address] => devices(address),
         ["bench", provider, address, options @ ..] => {
             Options::parse(options).and_then(|options| on(provider, address, &options, Task::Bench))
         }
@@ -82,6 +85,29 @@ impl Options {
         }
         Ok(options)
     }
+}
+
+/// Opens the device that owns `address` by that, by its name, by the way there, and as any.
+fn devices(address: &str) -> Result<(), String> {
+    let ip: std::net::IpAddr =
+        address.parse().map_err(|_| format!("{address} is no IP address"))?;
+    let open = |select: &Select| Ibv::open(select).map_err(|error| error.to_string());
+    let name = open(&Select::Local(ip))?.name();
+    let by_name = Select::Named(name.trim_start_matches("ibv ").to_owned());
+    for select in [by_name, Select::Route((ip, 1).into()), Select::Any] {
+        let found = open(&select)?.name();
+        println!("{select:?}: {found}");
+        if found != name && select != Select::Any {
+            return Err(format!("{select:?} opens {found} instead of {name}"));
+        }
+    }
+    for select in [Select::Named("none".to_owned()), Select::Local([192, 0, 2, 1].into())] {
+        match Ibv::open(&select) {
+            Ok(found) => return Err(format!("{select:?} opens {}", found.name())),
+            Err(error) => println!("{select:?}: {error}"),
+        }
+    }
+    Ok(())
 }
 
 #[derive(Clone, Copy)]

@@ -106,6 +106,19 @@ pub struct WorkRequest {
     pub signal: Signal,
 }
 
+impl WorkRequest {
+    /// A write of no bytes. It names no memory, and completes when all that was posted before it
+    /// is in place: what a drain posts if the last real request was not signalled.
+    pub fn marker(id: WorkId) -> WorkRequest {
+        WorkRequest {
+            id,
+            operation: Operation::Write { to: RemoteAddress(0), key: Rkey(0) },
+            local: Sge::default(),
+            signal: Signal::Completion,
+        }
+    }
+}
+
 /// How a request ended: `enum ibv_wc_status`. Open, because devices have their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Status(pub u32);

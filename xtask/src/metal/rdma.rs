@@ -21,6 +21,11 @@ const PREPARE: &[&str] = &[
     "ulimit -l unlimited",
 ];
 
+/// Without a library the error must name the packages.
+const WITHOUT_LIBRARY: &str = "cd /usr/lib/x86_64-linux-gnu && mv librdmacm.so.1 away && \
+! conform devices 10.8.0.1 2> /tmp/why; mv away librdmacm.so.1; cat /tmp/why; \
+grep -q 'cannot open librdmacm.so.1.*libibverbs1, librdmacm1 and ibverbs-providers' /tmp/why";
+
 /// What is run, in this order. A further step is a further line here, and its program one in
 /// [`run`].
 fn steps() -> Vec<Step> {
@@ -29,6 +34,8 @@ fn steps() -> Vec<Step> {
         Step { name, line, limit }
     };
     vec![
+        step("devices", format!("conform devices {ADDRESS}"), 10),
+        step("without librdmacm", WITHOUT_LIBRARY.to_owned(), 10),
         step("conformance", format!("conform ibv {ADDRESS} --soft-roce"), 60),
         step("in flight", format!("conform bench ibv {ADDRESS} --pages 2000"), 30),
     ]

@@ -38,6 +38,12 @@ pub(super) fn empty_write<S: Site>(site: &S, _: &Profile) -> Result<String, Viol
     let request = WorkRequest { local: Sge::default(), ..bed.write(5, 4096, 4096, 0) };
     bed.execute(&[request])?;
     bed.expect_untouched()?;
+    // As a marker it completes after what was posted before.
+    bed.from.fill(4096, 1 << 20, 3);
+    let silent = WorkRequest { signal: Signal::None, ..bed.write(6, 4096, 4096, 1 << 20) };
+    bed.execute(&[silent, WorkRequest::marker(WorkId(7))])?;
+    let landed = bed.to.is_all(4096, 1 << 20, 3);
+    expect(landed, || "a marker completed before what was posted before it".to_owned())?;
     Ok(String::new())
 }
 

@@ -107,7 +107,14 @@ fn open(name: &'static str) -> Result<Opened, VerbsError> {
     // SAFETY: loads a library of the system, whose constructors are trusted as those of any
     // library that a program links.
     let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    if handle.is_null() { Err(missing(loader_error())) } else { Ok(Opened { name, handle }) }
+    if !handle.is_null() {
+        return Ok(Opened { name, handle });
+    }
+    // The loader begins with the name, which the error says already.
+    let reason = loader_error();
+    let reason =
+        reason.strip_prefix(name).map_or(reason.as_str(), |rest| rest.trim_matches([':', ' ']));
+    Err(missing(reason.to_owned()))
 }
 
 fn find(library: &Opened, symbol: &'static str) -> Result<*mut c_void, VerbsError> {

@@ -194,7 +194,9 @@ impl IbvPair {
                 .post_send
                 .map_or(libc::EOPNOTSUPP, |post| post(self.queue, begin, &raw mut failed))
         };
-        posted(errno, (failed.addr().wrapping_sub(begin.addr())) / size_of::<SendWr>(), list.len())
+        // Null if the provider named none; then nothing is known to be posted.
+        let bytes = failed.addr().saturating_sub(begin.addr());
+        posted(errno, bytes / size_of::<SendWr>(), list.len())
     }
 }
 
