@@ -149,3 +149,39 @@ impl CompletionWait for HostWait {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ProcessMemory;
+    use martlet_device_io::Dma;
+
+    /// With and without UMWAIT, as far as this processor has it: a record that is written ends the
+    /// wait, whenever it comes, and the limit ends it otherwise.
+    #[test]
+    fn a_record_or_the_limit_ends_a_wait() {
+        let block = ProcessMemory.alloc(64, 64).unwrap();
+        let ways = [Instructions::default(), Instructions::detect()];
+        for wait in ways.map(HostWait::for_process_addresses) {
+            let status = StatusByte::new(&block, 32);
+            let begin = wait.now();
+            wait.wait(status, begin.after(Duration::from_millis(2)));
+            assert!(wait.now().since(begin) >= Duration::from_millis(2));
+            assert!(!status.is_written());
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(1));
+                    block.store8(32, 1);
+                });
+                while !status.is_written() {
+                    wait.wait(status, wait.now().after(Duration::from_secs(60)));
+                }
+            });
+            wait.wait(status, wait.now().after(Duration::from_secs(60)));
+            block.store8(32, 0);
+            let begin = wait.now();
+            wait.let_pass(Duration::from_micros(3));
+            assert!(wait.now().since(begin) >= Duration::from_micros(3));
+        }
+    }
+}

@@ -181,6 +181,25 @@ fn work_is_shared_by_two_devices() {
     assert!(bench.models.iter().all(|model| model.counters().batches > 10));
 }
 
+/// Each of the 32768 bits of a page, alone, makes it a page with content: by a descriptor of its own,
+/// and as the last page of a range.
+#[test]
+fn every_single_bit_is_seen() {
+    let bench = Bench::new(Setup { pages: 4, ..Setup::default() });
+    let mut engine = bench.engine();
+    (0..40).for_each(|_| bench.assert_right(&mut engine, 0, 4));
+    for bit in 0..PAGE * 8 {
+        bench.guest.write(3, bit / 8, 1 << (bit % 8));
+        let alone = engine.check(&[bench.guest.run(3, 1)]);
+        assert_eq!(alone.zero_pages(), 0, "bit {bit}");
+        let range = engine.check(&[bench.guest.run(0, 4)]);
+        assert_eq!(range.words()[0], 0b0111, "bit {bit}");
+        bench.guest.write(3, bit / 8, 0);
+    }
+    assert_eq!(engine.check(&[bench.guest.run(0, 4)]).zero_pages(), 4);
+    assert_eq!(engine.stats().cpu_pages, 0);
+}
+
 fn setups() -> impl Strategy<Value = Setup> {
     let queue =
         (any::<bool>(), 1_u32..20, prop::sample::select(vec![1_u32, 2, 5, 32, 128]), 0_u64..40)
