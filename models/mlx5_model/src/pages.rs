@@ -72,17 +72,38 @@ impl Pages {
                 }
                 self.runs.push((self.count, at));
             }
-            // The rest of the run, in a tight loop: most lists are few runs.
-            let mut next = at;
-            let run = later.iter().take_while(|word| {
-                next = next.wrapping_add(self.page());
-                u64::from_be_bytes(**word) & !FLAG_BITS == next
-            });
-            let more = run.count();
+            let more = self.run_length(at, later);
             self.misaligned += if self.inside(at) == 0 { 0 } else { low32(to_u64(more + 1)) };
             self.count = self.count.saturating_add(low32(to_u64(more + 1)));
             left = later.get(more..).unwrap_or_default();
         }
+    }
+
+    /// How many entries continue a run behind a page at `at`. Eight at a time: most lists are few
+    /// runs, and long.
+    fn run_length(&self, at: u64, entries: &[[u8; 8]]) -> usize {
+        let entry = |word: &[u8; 8]| u64::from_be_bytes(*word) & !FLAG_BITS;
+        let (groups, _) = entries.as_chunks::<8>();
+        let (mut next, mut length) = (at.wrapping_add(self.page()), 0);
+        for group in groups {
+            let mut differences = 0;
+            let mut wanted = next;
+            for word in group {
+                differences |= entry(word) ^ wanted;
+                wanted = wanted.wrapping_add(self.page());
+            }
+            if differences != 0 {
+                break;
+            }
+            (next, length) = (wanted, length + group.len());
+        }
+        let rest = entries.get(length..).unwrap_or_default();
+        let more = rest.iter().take_while(|word| {
+            let continues = entry(word) == next;
+            next = next.wrapping_add(self.page());
+            continues
+        });
+        length + more.count()
     }
 
     /// Where the next page would continue the last run.
@@ -137,6 +158,20 @@ mod tests {
         pages.truncate(3);
         assert_eq!(pages.find(0x2010), Some((0x10, 0xff0, BusAddress(0x9010))));
         assert_eq!(pages.find(0x3000), None);
+    }
+
+    #[test]
+    fn runs_end_anywhere() {
+        for broken in 0..40 {
+            let mut entries: Vec<u64> = (0..40).map(|page| 0x10_0000 + page * 4096).collect();
+            entries[broken] = 0x7000;
+            let mut pages = Pages::new(12, 40).unwrap();
+            pages.extend(&bytes(&entries));
+            assert_eq!(pages.count(), 40);
+            for (page, at) in (0..).zip(entries) {
+                assert_eq!(pages.find(page << 12).unwrap().2, BusAddress(at));
+            }
+        }
     }
 
     #[test]

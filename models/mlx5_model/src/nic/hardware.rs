@@ -48,22 +48,31 @@ impl Wake {
         self.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if is_idle() {
-            let mut files = vec![PollFd::new(&self.event, PollFlags::IN)];
-            let mut timeout = None;
-            for (nic, tap) in nics.iter().filter_map(|nic| Some((nic, nic.tap()?))) {
-                if tap.is_waiting() || nic.has_blocked() {
-                    timeout = Some(timespec(TAP_RETRY));
-                }
-                if !tap.is_waiting() {
-                    files.push(PollFd::from_borrowed_fd(tap.file(), PollFlags::IN));
-                }
+            let event = PollFd::new(&self.event, PollFlags::IN);
+            if nics.iter().any(|nic| nic.tap().is_some()) {
+                wait_with_taps(event, nics);
+            } else {
+                let _ = poll(&mut [event], None);
             }
-            let _ = poll(&mut files, timeout.as_ref());
             let mut count = [0; 8];
             let _ = rustix::io::read(self.event.as_fd(), &mut count);
         }
         self.asleep.store(false, Ordering::SeqCst);
     }
+}
+
+/// Waits for the event or for frames from a tap.
+fn wait_with_taps<'a>(event: PollFd<'a>, nics: &'a [Arc<Nic>]) {
+    let (mut files, mut timeout) = (vec![event], None);
+    for (nic, tap) in nics.iter().filter_map(|nic| Some((nic, nic.tap()?))) {
+        if tap.is_waiting() || nic.has_blocked() {
+            timeout = Some(timespec(TAP_RETRY));
+        }
+        if !tap.is_waiting() {
+            files.push(PollFd::from_borrowed_fd(tap.file(), PollFlags::IN));
+        }
+    }
+    let _ = poll(&mut files, timeout.as_ref());
 }
 
 fn timespec(time: Duration) -> Timespec {

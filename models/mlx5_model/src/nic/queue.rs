@@ -101,7 +101,7 @@ impl Work {
     pub(crate) fn start(&mut self) {
         self.state = QueueState::Ready;
         self.ring.forget();
-        self.ring.assume_quiet();
+        self.ring.forget_quiet();
         self.idle_looks = 0;
     }
 

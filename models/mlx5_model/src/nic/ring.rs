@@ -78,8 +78,8 @@ pub(crate) struct Ring {
     seen: u16,
     heads: Heads,
     used: Vec<(u16, u32)>,
-    /// NO_NOTIFY stands in the ring.
-    quiet: bool,
+    /// Whether NO_NOTIFY stands in the ring; `None` as long as somebody else wrote it last.
+    quiet: Option<bool>,
 }
 
 /// Entries of the driver's ring that were read ahead.
@@ -104,7 +104,7 @@ impl Ring {
             seen: 0,
             heads: Heads::default(),
             used: Vec::with_capacity(BATCH),
-            quiet: false,
+            quiet: None,
         }
     }
 
@@ -283,27 +283,27 @@ impl Ring {
         Ok(u16::from_le_bytes(flags) & NO_INTERRUPT == 0)
     }
 
-    /// Whether the guest was asked not to kick.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.quiet
+    /// Whether the guest may have been asked not to kick.
+    pub(crate) fn may_be_quiet(&self) -> bool {
+        self.quiet != Some(false)
     }
 
     /// Asks the guest not to kick, or to kick again. After asking for kicks the driver's ring must
     /// be looked at once more: the guest may have decided before (virtio 2.7.10).
     pub(crate) fn set_quiet(&mut self, reach: Reach<'_>, quiet: bool) -> Result<(), RingError> {
-        if self.quiet != quiet {
+        if self.quiet != Some(quiet) {
             let flags = if quiet { NO_NOTIFY } else { 0 };
             self.write(reach, self.place.device, &flags.to_le_bytes())?;
-            self.quiet = quiet;
+            self.quiet = Some(quiet);
             fence(Ordering::SeqCst);
             self.view.flush_log(reach)?;
         }
         Ok(())
     }
 
-    /// Assumes that NO_NOTIFY stands in the ring: who served it before may have left it there.
-    pub(crate) fn assume_quiet(&mut self) {
-        self.quiet = true;
+    /// Whoever served the ring before may have left NO_NOTIFY in it.
+    pub(crate) fn forget_quiet(&mut self) {
+        self.quiet = None;
     }
 }
 

@@ -287,7 +287,7 @@ impl Nic {
             return Ok(());
         }
         self.hot.clear(tx.index);
-        if work.ring.is_quiet() {
+        if work.ring.may_be_quiet() {
             work.ring.set_quiet(reach, false)?;
             if work.ring.look(reach)? > 0 {
                 self.pending.set(tx.index);
