@@ -10,7 +10,7 @@ use martlet_mlx5::memory::{Deletion, MemoryConfig, MemoryCounters, Update};
 use martlet_mlx5::options::Pace;
 use martlet_mlx5::{Mlx5Device, Options, Platform};
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
-use martlet_mlx5_model::{Fault, Latencies, Model, ModelConfig, Point};
+use martlet_mlx5_model::{Class, Fault, Latencies, Model, ModelConfig, Point};
 use martlet_soft_bus::{Addressing, Seat, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use martlet_vdpa::{Access, Iova, MapRun, VdpaDevice, VdpaError};
@@ -281,6 +281,34 @@ fn a_window_is_as_fast_as_the_series_measured() {
     let (faster, gone_faster) = (ratio(serial_create, create), ratio(serial_destroy, destroy));
     assert!((3.0..=5.0).contains(&faster), "{serial_create:?} became {create:?}");
     assert!((6.0..=9.0).contains(&gone_faster), "{serial_destroy:?} became {destroy:?}");
+}
+
+#[test]
+fn a_new_map_waits_for_no_more_than_a_slice_of_deletion() {
+    let memory = memory(256 * GIB);
+    let map = |offset| [run(0, &memory, offset, 64 * GIB)];
+    let measure = |wait: Duration| {
+        let config = ModelConfig { latencies: Latencies::mkey_small(), ..ModelConfig::default() };
+        let rig = Rig::new(Addressing::Iommu, config, Options::MARTLET);
+        rig.device.set_map(&map(0)).unwrap();
+        rig.device.set_map(&map(64 * GIB)).unwrap();
+        rig.pass(wait);
+        let destroyed = rig.counters().keys_destroyed;
+        let (outcome, time) = rig.time(|| rig.device.set_map(&map(128 * GIB)));
+        outcome.unwrap();
+        (time, destroyed, rig.counters().keys_destroyed)
+    };
+    let (alone, _, destroyed) = measure(Duration::ZERO);
+    assert_eq!(destroyed, 0);
+    // In the middle of 65 deletions.
+    let (beside, before, after) = measure(MemoryConfig::DELETION_DELAY + Duration::from_millis(3));
+    assert!((2..50).contains(&before), "{before}");
+    let slice = u64::try_from(MemoryConfig::default().lazy_window).unwrap();
+    assert!(after - before <= slice, "{before} to {after}");
+    // The slice's share of the firmware's serial section, and what had just begun.
+    let serial = Latencies::mkey_small().get(Class::KeyDestroy).serial;
+    let limit = alone + serial * u32::try_from(slice).unwrap() + Duration::from_micros(200);
+    assert!(beside <= limit, "{alone:?} alone, {beside:?} beside");
 }
 
 #[test]

@@ -184,33 +184,41 @@ impl List {
     fn fill(&self, offset: usize, into: &mut [u8]) {
         match self {
             List::None => into.fill(0),
-            List::Mtts(mtts) => fill_entries(offset, into, |index| {
-                let index = u64::try_from(index).unwrap_or(u64::MAX);
-                mtts.entry(index).to_be_bytes()
-            }),
-            List::Klms(klms) => fill_entries(offset, into, |index| {
-                let mut entry = [0; KLM_BYTES];
-                if let Some(klm) = klms.get(index) {
-                    // Direct keys are zero-based: the piece begins at address 0 under its key.
-                    let (byte_count, mkey) = (U32::new(klm.bytes), U32::new(klm.key));
-                    let klm = KlmEntry { byte_count, mkey, address: U64::new(0) };
-                    entry.copy_from_slice(klm.as_bytes());
-                }
-                entry
-            }),
+            List::Mtts(mtts) => {
+                let first = u64::try_from(offset / MTT_BYTES).unwrap_or(u64::MAX);
+                fill_entries(offset, into, mtts.entries(first).map(u64::to_be_bytes));
+            }
+            List::Klms(klms) => {
+                let rest = klms.get(offset / KLM_BYTES..).unwrap_or(&[]);
+                let padding = std::iter::repeat([0; KLM_BYTES]);
+                fill_entries(offset, into, rest.iter().map(klm_entry).chain(padding));
+            }
         }
     }
 }
 
-/// Fills `into` with a list of entries of `N` bytes, from its byte `offset` on.
-fn fill_entries<const N: usize>(offset: usize, into: &mut [u8], entry: impl Fn(usize) -> [u8; N]) {
-    let (mut index, mut skip) = (offset / N, offset % N);
+fn klm_entry(klm: &Klm) -> [u8; KLM_BYTES] {
+    // Direct keys are zero-based: the piece begins at address 0 under its key.
+    let (byte_count, mkey) = (U32::new(klm.bytes), U32::new(klm.key));
+    let mut entry = [0; KLM_BYTES];
+    entry.copy_from_slice(KlmEntry { byte_count, mkey, address: U64::new(0) }.as_bytes());
+    entry
+}
+
+/// Fills `into` with a list of entries of `N` bytes, from its byte `offset` on: `entries` begin
+/// with the one that is there.
+fn fill_entries<const N: usize>(
+    offset: usize,
+    into: &mut [u8],
+    mut entries: impl Iterator<Item = [u8; N]>,
+) {
+    let mut skip = offset % N;
     let mut rest = into;
     while !rest.is_empty() {
-        let bytes = (N - skip).min(rest.len());
-        let (now, later) = rest.split_at_mut(bytes);
-        now.copy_from_slice(&entry(index)[skip..skip + bytes]);
-        (rest, index, skip) = (later, index + 1, 0);
+        let entry = entries.next().unwrap_or([0; N]);
+        let (now, later) = rest.split_at_mut((N - skip).min(rest.len()));
+        now.copy_from_slice(&entry[skip..skip + now.len()]);
+        (rest, skip) = (later, 0);
     }
 }
 

@@ -63,17 +63,23 @@ impl Mtts {
         self.bytes() >> self.granule_shift
     }
 
-    /// Entry `index`; zero beyond the last, which is how the list is padded.
-    pub(crate) fn entry(&self, index: u64) -> u64 {
-        if index >= self.count() {
-            return 0;
-        }
-        let offset = index << self.granule_shift;
-        let number = self.ends.partition_point(|end| *end <= offset);
-        let (Some(run), Some(end)) = (self.runs.get(number), self.ends.get(number)) else {
-            return 0;
-        };
-        run.at.0 + (offset - (end - run.bytes))
+    /// The entries from `index` on; zeros beyond the last, which is how the list is padded.
+    pub(crate) fn entries(&self, index: u64) -> impl Iterator<Item = u64> {
+        let step = 1 << self.granule_shift;
+        let offset = index.saturating_mul(step);
+        let mut number = self.ends.partition_point(|end| *end <= offset);
+        let run = |number: usize| self.runs.get(number).copied();
+        let before = number.checked_sub(1).and_then(|before| self.ends.get(before).copied());
+        let mut inside = offset - before.unwrap_or(0);
+        std::iter::repeat_with(move || {
+            let Some(BusRun { at, bytes }) = run(number) else { return 0 };
+            let entry = at.0 + inside;
+            inside += step;
+            if inside >= bytes {
+                (number, inside) = (number + 1, 0);
+            }
+            entry
+        })
     }
 }
 
@@ -215,10 +221,18 @@ mod tests {
             prop_assert_eq!(1_u64 << mtts.granule_shift(), largest_power_of_two_in(brute));
             let step = 1_u64 << (mtts.granule_shift() - 12);
             for (index, at) in (0..).zip(pages.iter()) {
-                let entry = mtts.entry(index / step);
+                let entry = mtts.entries(index / step).next().unwrap();
                 prop_assert_eq!(entry + (index % step) * PAGE, *at);
             }
-            prop_assert_eq!(mtts.entry(mtts.count()), 0);
+            // From wherever one begins, and zeros after the last.
+            let count = usize::try_from(mtts.count()).unwrap();
+            let all: Vec<u64> = mtts.entries(0).take(count + 3).collect();
+            prop_assert_eq!(&all[count..], [0; 3]);
+            for index in (0..count).step_by(count / 16 + 1) {
+                let from = u64::try_from(index).unwrap();
+                let rest: Vec<u64> = mtts.entries(from).take(count + 3 - index).collect();
+                prop_assert_eq!(&rest, &all[index..]);
+            }
         }
 
         #[test]
