@@ -24,7 +24,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps zeroed memory. Its pages are made now, so that the device does not fault on them.
+    /// Maps zeroed memory. Its pages are made now, and locked as far as this process may, so that the
+    /// device does not fault on them: a record that can't be written is lost.
     pub(crate) fn new(bytes: usize) -> Result<Mapping, DmaError> {
         let length = u64::try_from(bytes).unwrap_or(u64::MAX);
         let error = |reason: String| DmaError { action: "allocate", bytes: length, reason };
@@ -35,6 +36,9 @@ impl Mapping {
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) };
         let memory = mapped.map_err(|errno| error(errno.to_string()))?;
         let memory = NonNull::new(memory.cast()).ok_or_else(|| error("mapped at 0".to_owned()))?;
+        // Beyond RLIMIT_MEMLOCK it is refused. A lost record then costs a deadline and a drain.
+        // SAFETY: the range is the mapping made above.
+        let _ = unsafe { rustix::mm::mlock(memory.as_ptr().cast(), bytes) };
         Ok(Mapping { memory, bytes })
     }
 

@@ -1,8 +1,9 @@
 //! How much the other processes of this host have outstanding, in a small file that all of them map.
 //!
-//! Each process has a lane: a count of pages for each device, which only it changes. What others
-//! have outstanding is the sum of their lanes. So nothing has to be undone when a process dies: its
-//! lane is out of the sum as soon as somebody notices, and the next process may take it.
+//! Each process has a lane: a count of pages for each device, and until when the device is expected
+//! to be at them, which only it changes. What others have outstanding is the sum of their lanes. So
+//! nothing has to be undone when a process dies: its lane is out of the sum as soon as somebody
+//! notices, and the next process may take it.
 //!
 //! Who owns a lane holds a lock on a byte of the file (an open file description lock, `F_OFD_SETLK`),
 //! which the kernel drops with the process, however it ends. No process id is compared, so ids that
@@ -20,7 +21,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Processes that may share a file.
@@ -29,11 +30,11 @@ const LANES: usize = 256;
 const DEVICES: usize = 64;
 /// First bytes of the file; the last one is the layout's version.
 const MAGIC: u64 = u64::from_le_bytes(*b"mDSAtok\x01");
-/// Where the counts begin, in words of 4 bytes: one cache line behind the header.
-const COUNTS: usize = 16;
+/// Where the counts begin, in words of 8 bytes: one cache line behind the header.
+const COUNTS: usize = 8;
 /// The header's word that says how many lanes were ever used.
-const USED: usize = 2;
-const FILE_BYTES: usize = (COUNTS + LANES * DEVICES) * 4;
+const USED: usize = 1;
+const FILE_BYTES: usize = (COUNTS + LANES * DEVICES) * 8;
 /// Locks are on bytes behind the file's end: this one for its creation, then one for each lane.
 const CREATION_LOCK: i64 = 1 << 20;
 /// The lanes' owners are looked after this often.
@@ -134,22 +135,29 @@ impl Tokens {
         self.lane
     }
 
-    /// Pages went out to a device. Devices beyond the file's are not counted.
+    /// Says that a device has so many pages of this process, in all, and will be at them until then.
+    /// From that moment on they count no more, even if nobody has looked whether they are done: a
+    /// channel that is busy sending keeps no device busy. Devices beyond the file's are not counted.
+    pub fn publish(&self, device: u16, pages: u32, until: Instant) {
+        self.update(device, |_| Lane { pages, until: Some(micros(until)) });
+    }
+
+    /// Pages went out to a device, and count until they are [taken off](Tokens::sub).
     pub fn add(&self, device: u16, pages: u32) {
-        // Relaxed, here and below: a count that others read as advice.
-        if let Some(count) = self.count(device, self.lane) {
-            count.fetch_add(pages, Ordering::Relaxed);
-        }
+        self.update(device, |lane| Lane { pages: lane.pages.saturating_add(pages), until: None });
     }
 
     /// They came back.
     pub fn sub(&self, device: u16, pages: u32) {
-        if let Some(count) = self.count(device, self.lane) {
-            let took = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
-                Some(count.saturating_sub(pages))
-            });
-            debug_assert!(took.is_ok(), "always updates");
-        }
+        self.update(device, |lane| Lane { pages: lane.pages.saturating_sub(pages), ..lane });
+    }
+
+    fn update(&self, device: u16, change: impl Fn(Lane) -> Lane) {
+        let Some(count) = self.count(device, self.lane) else { return };
+        // Relaxed, here and below: a count that others read as advice.
+        let change = |word| Some(change(Lane::of(word)).to_word());
+        let changed = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
+        assert!(changed.is_ok(), "a change is never refused");
     }
 
     /// Pages that other processes have outstanding on a device. Looks after lanes of the dead now and
@@ -158,7 +166,8 @@ impl Tokens {
         self.sweep_if_due(now);
         let lanes = (0..self.used()).filter(|lane| *lane != self.lane);
         let counts = lanes.filter_map(|lane| self.count(device, lane));
-        counts.map(|count| u64::from(count.load(Ordering::Relaxed))).sum()
+        let pages = counts.map(|count| Lane::of(count.load(Ordering::Relaxed)).pages_at(now));
+        pages.map(u64::from).sum()
     }
 
     /// Takes the lanes of dead processes out of the sum; how many there were.
@@ -188,20 +197,20 @@ impl Tokens {
         }
     }
 
-    fn word(&self, index: usize) -> &AtomicU32 {
-        assert!(index < FILE_BYTES / 4, "inside of the file");
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < FILE_BYTES / 8, "inside of the file");
         // SAFETY: inside of the mapping, which lives as long as this value, and aligned.
-        unsafe { AtomicU32::from_ptr(self.words.cast::<u32>().wrapping_add(index)) }
+        unsafe { AtomicU64::from_ptr(self.words.cast::<u64>().wrapping_add(index)) }
     }
 
     /// A lane's count for a device. Counts of a device lie together: who adds them up reads few
     /// cache lines.
-    fn count(&self, device: u16, lane: usize) -> Option<&AtomicU32> {
+    fn count(&self, device: u16, lane: usize) -> Option<&AtomicU64> {
         let device = usize::from(device);
         (device < DEVICES && lane < LANES).then(|| self.word(COUNTS + device * LANES + lane))
     }
 
-    fn counts(&self, lane: usize) -> impl Iterator<Item = &AtomicU32> {
+    fn counts(&self, lane: usize) -> impl Iterator<Item = &AtomicU64> {
         (0..DEVICES).map(move |device| self.word(COUNTS + device * LANES + lane))
     }
 
@@ -211,13 +220,13 @@ impl Tokens {
 
     /// Lanes that were ever used.
     fn used(&self) -> usize {
-        (self.word(USED).load(Ordering::Relaxed) as usize).min(LANES)
+        let used = usize::try_from(self.word(USED).load(Ordering::Relaxed));
+        used.unwrap_or(LANES).min(LANES)
     }
 
     /// Whether the header is this version's.
     fn agrees(&self) -> bool {
-        let word = |index| u64::from(self.word(index).load(Ordering::Relaxed));
-        word(0) | word(1) << 32 == MAGIC
+        self.word(0).load(Ordering::Relaxed) == MAGIC
     }
 
     /// The first lane that is nobody's.
@@ -225,7 +234,7 @@ impl Tokens {
         for lane in 0..LANES {
             if try_lock(&self.file, lane_lock(lane))? {
                 self.clear(lane);
-                let used = u32::try_from(lane + 1).expect("at most 256");
+                let used = u64::try_from(lane + 1).expect("at most 256");
                 self.word(USED).fetch_max(used, Ordering::Relaxed);
                 self.lane = lane;
                 break;
@@ -252,6 +261,38 @@ impl fmt::Debug for Tokens {
     }
 }
 
+/// What a process says of a device: a word of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Lane {
+    pages: u32,
+    /// When they stop to count, in microseconds of the host's clock; `None` for never by itself.
+    until: Option<u32>,
+}
+
+impl Lane {
+    fn of(word: u64) -> Lane {
+        let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
+        let until = u32::from_le_bytes([e, f, g, h]);
+        Lane { pages: u32::from_le_bytes([a, b, c, d]), until: (until != 0).then_some(until) }
+    }
+
+    fn to_word(self) -> u64 {
+        u64::from(self.pages) | u64::from(self.until.unwrap_or(0)) << 32
+    }
+
+    fn pages_at(self, now: Instant) -> u32 {
+        // The clock's low bits: what is less than half of their range ahead is yet to come.
+        let is_over = |until: u32| until.wrapping_sub(micros(now)) > u32::MAX / 2;
+        if self.until.is_some_and(is_over) { 0 } else { self.pages }
+    }
+}
+
+/// Microseconds of the host's clock, rounded up, in 32 bits: they wrap after 71 minutes. Never 0.
+fn micros(at: Instant) -> u32 {
+    let [a, b, c, d, ..] = at.0.div_ceil(1000).to_le_bytes();
+    u32::from_le_bytes([a, b, c, d]).max(1)
+}
+
 fn lane_lock(lane: usize) -> i64 {
     CREATION_LOCK + 1 + i64::try_from(lane).expect("at most 256")
 }
@@ -260,7 +301,7 @@ fn lane_lock(lane: usize) -> i64 {
 /// while it did so left zeroes.
 fn make(file: &OwnedFd) -> rustix::io::Result<bool> {
     let bytes = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
-    let right = u64::try_from(FILE_BYTES).expect("64 KiB");
+    let right = u64::try_from(FILE_BYTES).expect("128 KiB");
     if bytes == 0 {
         rustix::fs::ftruncate(file, right)?;
     } else if bytes != right {

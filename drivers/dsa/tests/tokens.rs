@@ -37,6 +37,26 @@ fn processes_see_each_others_pages() {
     assert_eq!(three.others(NOW, 5), 0);
 }
 
+/// What nobody has collected keeps no device busy.
+#[test]
+fn pages_count_until_the_device_is_expected_to_be_done() {
+    let path = path("until");
+    let (one, two) = (Tokens::open(&path).unwrap(), Tokens::open(&path).unwrap());
+    // Around the end of 32 bits of microseconds as well.
+    for start in [NOW.0, (1 << 32) * 1000 - 10_000, 3 << 45] {
+        let at = |after_ns| Instant(start + after_ns);
+        one.publish(0, 128, at(17_500));
+        assert_eq!(two.others(at(0), 0), 128);
+        assert_eq!(two.others(at(17_000), 0), 128);
+        assert_eq!(two.others(at(20_000), 0), 0);
+        assert_eq!(two.others(at(1_000_000_000), 0), 0);
+        one.publish(0, 256, at(40_000));
+        assert_eq!(two.others(at(20_000), 0), 256);
+        one.publish(0, 0, at(40_000));
+        assert_eq!(two.others(at(20_000), 0), 0);
+    }
+}
+
 #[test]
 fn a_lane_is_taken_again() {
     let path = path("lanes");
