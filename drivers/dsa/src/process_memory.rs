@@ -35,7 +35,8 @@ impl Mapping {
         let mapped =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) };
         let memory = mapped.map_err(|errno| error(errno.to_string()))?;
-        let memory = NonNull::new(memory.cast()).ok_or_else(|| error("mapped at 0".to_owned()))?;
+        let memory: NonNull<u8> =
+            NonNull::new(memory.cast()).ok_or_else(|| error("mapped at 0".to_owned()))?;
         // Beyond RLIMIT_MEMLOCK it is refused. A lost record then costs a deadline and a drain.
         // SAFETY: the range is the mapping made above.
         let _ = unsafe { rustix::mm::mlock(memory.as_ptr().cast(), bytes) };
