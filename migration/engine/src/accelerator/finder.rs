@@ -73,6 +73,11 @@ impl DsaFinders {
 }
 
 impl ZeroFinders for DsaFinders {
+    fn name(&self) -> String {
+        let names: Vec<&str> = self.queues.iter().map(|queue| queue.name()).collect();
+        format!("dsa ({})", names.join(", "))
+    }
+
     fn open(&self, ram: &Arc<GuestRam>, channel: u16) -> io::Result<Box<dyn ZeroFinder>> {
         let config = EngineConfig { channel, ..self.config };
         let engine = ZeroEngine::new(

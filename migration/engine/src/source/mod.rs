@@ -45,7 +45,8 @@ impl fmt::Debug for MigrateOptions {
             .field("bandwidth", &self.bandwidth)
             .field("verify", &self.verify)
             .field("auto_converge", &self.auto_converge)
-            .finish_non_exhaustive()
+            .field("zero_finders", &self.zero_finders.name())
+            .finish()
     }
 }
 

@@ -127,6 +127,7 @@ pub(super) fn network(
 pub(super) fn timeline(
     moments: &Moments,
     last_heartbeat: Option<Instant>,
+    has_cards: bool,
     remote: Option<&Remote>,
 ) -> Vec<Span> {
     let zero = moments.stop;
@@ -140,7 +141,7 @@ pub(super) fn timeline(
     if let Some(last) = last_heartbeat {
         spans.push(span("guest runs on", Side::Source, last, moments.stop));
     }
-    if moments.suspend < moments.stop {
+    if has_cards {
         spans.push(span("suspend devices", Side::Source, moments.suspend, moments.stop));
     }
     spans.push(span("stop vCPUs", Side::Source, moments.stop, moments.paused));
@@ -234,7 +235,7 @@ mod tests {
         let remote = remote(-777_000, Duration::from_micros(20));
         let phases = phases(&moments(), Some(&remote));
         assert_eq!(blackout(Some(Instant(990_000)), &remote, &phases), Duration::from_micros(210));
-        let spans = timeline(&moments(), Some(Instant(990_000)), Some(&remote));
+        let spans = timeline(&moments(), Some(Instant(990_000)), true, Some(&remote));
         assert_eq!((spans[0].start_us, spans[0].end_us), (-10, 0));
         assert_eq!(spans.last().map(|span| (span.start_us, span.end_us)), Some((210, 500)));
     }

@@ -83,7 +83,8 @@ impl Driver<'_> {
             predicted: self.prediction.filter(|_| moments.is_some()),
             phases,
             timeline: moments.map_or_else(Vec::new, |moments| {
-                switchover::timeline(moments, self.last_heartbeat, remote.as_ref())
+                let has_cards = !self.last_frames.is_empty();
+                switchover::timeline(moments, self.last_heartbeat, has_cards, remote.as_ref())
             }),
             rounds: self.rounds,
             pages: progress.pages,
