@@ -36,6 +36,9 @@ pub trait ZeroFinder: Send {
 
 /// Makes finders: what a migration is told of who checks its pages.
 pub trait ZeroFinders: Send + Sync {
+    /// Who checks, for people: a method, or the names of devices.
+    fn name(&self) -> String;
+
     /// A finder for the pages of `ram`, for this channel.
     fn open(&self, ram: &Arc<GuestRam>, channel: u16) -> io::Result<Box<dyn ZeroFinder>>;
 }
@@ -45,6 +48,10 @@ pub trait ZeroFinders: Send + Sync {
 pub struct CpuFinders(pub ZeroCheck);
 
 impl ZeroFinders for CpuFinders {
+    fn name(&self) -> String {
+        format!("cpu ({})", self.0.name())
+    }
+
     fn open(&self, ram: &Arc<GuestRam>, _channel: u16) -> io::Result<Box<dyn ZeroFinder>> {
         Ok(Box::new(CpuFinder { ram: Arc::clone(ram), check: self.0, pending: None }))
     }
