@@ -13,6 +13,7 @@ use martlet_soft_bus::{Addressing, SoftBus};
 use martlet_units::Instant;
 use martlet_vdpa::{Access, HostMemory, MapRun, VdpaError};
 use memory_support::{NULL_KEY, PAGE, PD, World, config, fake_memory, run};
+use proptest::prelude::*;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -324,6 +325,54 @@ fn a_device_that_answers_nothing_is_an_error_in_time() {
     assert_eq!((setup.world.keys(), setup.world.pinned_bytes()), (0, 0));
     setup.set_map(&map(&memory, 0)).unwrap();
     setup.world.no_crimes();
+}
+
+fn any_answer() -> impl Strategy<Value = Answer> {
+    prop_oneof![
+        8 => Just(Answer::Good),
+        2 => any::<u8>().prop_map(|status| Answer::Status(status.max(1))),
+        1 => (1_u8..128).prop_map(Answer::Delivery),
+        1 => Just(Answer::BadToken),
+        1 => Just(Answer::Never),
+    ]
+}
+
+proptest! {
+    /// Whatever a device answers, every map is built or is an error, and memory is pinned while a
+    /// key may reach it.
+    #[test]
+    fn any_answers(
+        answers in proptest::collection::vec(any_answer(), 0..80),
+        maps in proptest::collection::vec((0_u64..5, 1_u64..40), 1..8),
+        late in any::<bool>(),
+    ) {
+        let memory = memory();
+        let mut setup = Setup::new(config(8), 1 << 20);
+        setup.answers = (0..).zip(answers).collect();
+        let mut current = None;
+        for (offset, pages) in maps {
+            let runs = [run(0, &memory, offset * 64 * PAGE, pages * PAGE, Access::ReadWrite)];
+            if let Ok(map) = setup.set_map(&runs) {
+                current = Some((map.unwrap().key(), offset));
+            }
+            if let Some((key, offset)) = current {
+                let found = setup.world.books().translate(key, 0, Access::Read);
+                prop_assert_eq!(found, Some((1 << 32) + offset * 64 * PAGE));
+            }
+        }
+        if late {
+            setup.answer_late(Answer::Status(5));
+        }
+        setup.answers.clear();
+        setup.port.registry_mut().install(None);
+        setup.settle();
+        let counters = setup.port.registry().counters();
+        prop_assert_eq!((counters.keys_live, counters.backlog_keys), (0, 0));
+        prop_assert_eq!(setup.world.pinned_bytes(), counters.abandoned_bytes);
+        prop_assert!(setup.world.keys() <= usize::try_from(counters.keys_abandoned).unwrap());
+        let unpinned = setup.world.books().crimes.iter().any(|crime| crime.contains("unpinned"));
+        prop_assert!(!unpinned);
+    }
 }
 
 #[test]

@@ -325,6 +325,9 @@ impl Registry {
         } else if let Some(fate) = self.reaper.on_answer(tag, &answer, now) {
             self.counted.keys_destroyed += u64::from(fate == Fate::Destroyed);
             self.counted.keys_abandoned += u64::from(fate == Fate::Abandoned);
+            if fate == Fate::Abandoned {
+                tracing::warn!(?answer, "a memory key was not destroyed: its memory stays pinned");
+            }
             self.counted.keys_live -= u64::from(fate != Fate::Again);
             if self.deletes_at_once() {
                 while self.release_one() {}
@@ -373,6 +376,7 @@ impl Registry {
                 }
             }
             (what, KeyAnswer::Lost { error }) => {
+                tracing::warn!(%error, "a memory key may exist: its memory stays pinned");
                 build.fail(error);
                 self.counted.keys_abandoned += 1;
                 let direct = match what {

@@ -27,7 +27,7 @@ pub(crate) struct Mtts {
 }
 
 impl Mtts {
-    /// `None` for no memory, for an empty run, and for more than 64 bits of it.
+    /// `None` for no memory, for an empty run, and for more than fits in 64 bits.
     pub(crate) fn new(pinned: impl IntoIterator<Item = BusRun>) -> Option<Mtts> {
         let mut runs: Vec<BusRun> = Vec::new();
         for run in pinned {
@@ -41,6 +41,7 @@ impl Mtts {
         let mut end = 0_u64;
         let mut ends = Vec::with_capacity(runs.len());
         for run in &runs {
+            run.at.checked_add(run.bytes)?;
             end = end.checked_add(run.bytes)?;
             ends.push(end);
         }
@@ -178,6 +179,7 @@ mod tests {
     fn no_memory_has_no_entries() {
         assert!(Mtts::new([]).is_none());
         assert!(Mtts::new([bus_run(0, 0)]).is_none());
+        assert!(Mtts::new([bus_run(u64::MAX - PAGE, 2 * PAGE)]).is_none());
     }
 
     #[test]
