@@ -85,6 +85,20 @@ impl Opcode {
         )
     }
 
+    /// Whether it makes something, whose number is in the output.
+    pub const fn is_create(self) -> bool {
+        matches!(
+            self,
+            Opcode::CREATE_MKEY
+                | Opcode::CREATE_EQ
+                | Opcode::ALLOC_PD
+                | Opcode::ALLOC_UAR
+                | Opcode::CREATE_RQT
+                | Opcode::CREATE_GENERAL_OBJECT
+                | Opcode::CREATE_UMEM
+        )
+    }
+
     /// Whether it only drops something. When the device is gone, so is what it would drop: a
     /// driver counts such a command as done (Linux `cmd.c`, `mlx5_internal_err_ret_value`).
     pub const fn is_destroy(self) -> bool {

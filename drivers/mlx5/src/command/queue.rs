@@ -62,6 +62,8 @@ pub struct CommandQueue {
     late: VecDeque<LateCompletion>,
     stats: QueueStats,
     is_gone: bool,
+    /// Creations of which nobody knows whether they have made something, or under which number.
+    doubtful: u64,
 }
 
 #[derive(Debug)]
@@ -131,6 +133,7 @@ impl CommandQueue {
             late: VecDeque::new(),
             stats: QueueStats::default(),
             is_gone: false,
+            doubtful: 0,
         }))
     }
 
@@ -176,6 +179,17 @@ impl CommandQueue {
     /// Whether the device is gone.
     pub fn is_gone(&self) -> bool {
         self.is_gone
+    }
+
+    /// Creations of which nobody knows whether they have made something, or under which number: it
+    /// lives until the function is taken down. A late answer takes away the doubt.
+    pub fn doubtful_creations(&self) -> u64 {
+        self.doubtful
+    }
+
+    /// The function is down: whatever was made is gone.
+    pub fn forget_doubts(&mut self) {
+        self.doubtful = 0;
     }
 
     /// Gives mailboxes back to the host that nothing has needed lately.
@@ -421,6 +435,7 @@ impl CommandQueue {
         self.change(index, SlotEvent::GiveUp);
         let posted = self.slots[index].command.as_ref().expect("a posted slot has a command");
         let (id, user, opcode) = (posted.id, posted.user, posted.opcode);
+        self.doubtful += u64::from(opcode.is_create());
         let stats = self.stats.opcodes.entry(opcode).or_default();
         stats.timed_out += 1;
         stats.in_flight -= 1;
@@ -445,11 +460,16 @@ impl CommandQueue {
         let result = self.read_answer(index, &posted, status_own);
         self.pool.give(&posted.input);
         self.pool.give(&posted.output);
+        let creates = u64::from(posted.opcode.is_create());
         if was == SlotState::Posted {
+            let is_doubtful = result.as_ref().is_err_and(CommandError::may_be_done);
+            self.doubtful += if is_doubtful { creates } else { 0 };
             self.count_answer(now, &posted, &result);
             self.give_shares(posted.user, posted.opcode);
             self.done.push_back(Completion { id: posted.id, result, at: now });
         } else {
+            let is_clear = !result.as_ref().is_err_and(CommandError::may_be_done);
+            self.doubtful = self.doubtful.saturating_sub(if is_clear { creates } else { 0 });
             self.stats.opcodes.entry(posted.opcode).or_default().late += 1;
             let Posted { id, user, opcode, op_mod, keep, .. } = posted;
             self.late.push_back(LateCompletion { id, user, opcode, op_mod, result, keep });

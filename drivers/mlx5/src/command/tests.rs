@@ -202,7 +202,7 @@ fn slots_change_as_the_table_says() {
 fn a_shape_that_cannot_be_is_refused() {
     let bus = SoftBus::new(Addressing::Iommu);
     let options = QueueOptions { mailbox_bytes_max: 1 << 20 };
-    let mut fits = |log_entries, log_stride| {
+    let fits = |log_entries, log_stride| {
         let shape = CommandQueueShape { log_entries, log_stride };
         CommandQueue::new(bus.clone(), shape, options).unwrap().is_some()
     };
@@ -289,7 +289,7 @@ fn messages_of_no_possible_length_are_refused() {
 #[test]
 fn delivery_and_status_are_told_apart() {
     let (mut queue, mut firmware) = Firmware::new();
-    let mut end = |queue: &mut CommandQueue, firmware: &mut Firmware| {
+    let end = |queue: &mut CommandQueue, firmware: &mut Firmware| {
         let id = submit(queue, &modify(0));
         firmware.ring(queue);
         let vector = firmware.answer_all();
@@ -439,7 +439,9 @@ proptest! {
                     firmware.bus.store8(BusAddress(firmware.page.0 + entry), bytes[0]).unwrap();
                 }
                 3 => queue.on_completion(now, number),
-                4 => queue.on_timeout(now),
+                4 => {
+                    queue.on_timeout(now);
+                }
                 _ => queue.on_poll(now),
             }
             while queue.poll_done().is_some() || queue.poll_late().is_some() {}

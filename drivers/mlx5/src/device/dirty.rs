@@ -48,7 +48,7 @@ impl Mlx5Device {
     }
 
     fn begin_log(&self, control: &mut Control) -> Result<(), VdpaError> {
-        let log = self.new_log(control.logs.map_end)?;
+        let log = self.new_log(control.setup.pd, control.logs.map_end)?;
         let to = log_to(&log);
         let faults = self.log_to(control, Some(to));
         if faults.is_empty() {
@@ -68,12 +68,12 @@ impl Mlx5Device {
         if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
     }
 
-    fn new_log(&self, end: u64) -> Result<OwnMemory, VdpaError> {
+    fn new_log(&self, pd: u32, end: u64) -> Result<OwnMemory, VdpaError> {
         let bytes = bitmap_bytes(end).ok_or_else(|| VdpaError::Invalid {
             action: ACTION,
             reason: format!("the map ends at {end:#x}"),
         })?;
-        OwnMemory::new(&self.firmware, self.setup.pd, bytes, ACTION)
+        OwnMemory::new(&self.firmware, pd, bytes, ACTION)
     }
 
     /// A map is coming that ends there: a log that is on becomes long enough first.
@@ -81,7 +81,7 @@ impl Mlx5Device {
         let enough =
             |log: &OwnMemory| bitmap_bytes(end).is_some_and(|bytes| bytes <= log.block.bytes());
         if control.logs.current.as_ref().is_some_and(|log| !enough(log)) {
-            let log = self.new_log(end)?;
+            let log = self.new_log(control.setup.pd, end)?;
             let faults = self.log_to(control, Some(log_to(&log)));
             let old = control.logs.current.replace(log);
             control.logs.old.extend(old);
@@ -136,8 +136,7 @@ impl Mlx5Device {
         control.logs.map_end = 0;
         let current = control.logs.current.take();
         for log in current.into_iter().chain(control.logs.old.drain(..)) {
-            // An error has been told; the memory stays then.
-            let _ = log.destroy(&self.firmware);
+            control.undead.extend(log.destroy(&self.firmware));
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::options::{Options, Pace, Prepare};
 use crate::queues::{Common, DeviceEvent, DeviceState, Place, Queues, Scratch};
 use dirty::DirtyLogs;
 use guest::Guest;
-use martlet_device_io::{Dma, Registers, Vectors, Waiter};
+use martlet_device_io::{Dma, DmaBlock, Registers, Vectors, Waiter};
 use martlet_mlx5_abi::message::object_type;
 use martlet_vdpa::virtio::split;
 use martlet_vdpa::{Identity, VdpaError};
@@ -47,7 +47,6 @@ pub struct Platform {
 /// on it is destroyed.
 pub struct Mlx5Device {
     firmware: Arc<Firmware>,
-    setup: Setup,
     vectors: Arc<dyn Vectors>,
     identity: Identity,
     guest: Arc<Guest>,
@@ -56,6 +55,7 @@ pub struct Mlx5Device {
 
 /// Everything that is changed under the lock.
 struct Control {
+    setup: Setup,
     state: DeviceState,
     operation: Option<Operation>,
     /// How a suspend or a resume ended that ended before it was asked after.
@@ -64,6 +64,8 @@ struct Control {
     keys: KeyPort,
     scratch: Option<OwnMemory>,
     logs: DirtyLogs,
+    /// Memory of the driver's own whose keys could not be destroyed.
+    undead: Vec<Arc<DmaBlock>>,
     /// The last event about the link that has been seen to.
     link_seen: u64,
     has_features: bool,
@@ -87,19 +89,16 @@ impl Mlx5Device {
             operation: None,
             outcome: None,
             queues: new_queues(&setup, queues, vectors.count(), options.counters),
-            keys: KeyPort::new(
-                memory_config(&setup, &options),
-                KeyContext { uid: 0, pd: setup.pd, null_key: setup.null_mkey },
-                users::MEMORY,
-                options.deadlines.memory,
-            ),
+            keys: new_keys(&setup, &options),
             scratch: None,
             logs: DirtyLogs::default(),
+            undead: Vec::new(),
             link_seen: firmware.link_events(),
             has_features: false,
+            setup,
         };
         let control = Mutex::new(control);
-        Ok(Mlx5Device { firmware, setup, vectors, identity, guest, control })
+        Ok(Mlx5Device { firmware, vectors, identity, guest, control })
     }
 
     /// The function's firmware: for others who drive something on the same function, and for its
@@ -147,7 +146,7 @@ impl Mlx5Device {
         let device = (driver + driver_bytes).next_multiple_of(split::USED_BYTES);
         let bytes = device + split::DEVICE_HEADER_BYTES + split::USED_BYTES * size;
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let own = OwnMemory::new(&self.firmware, self.setup.pd, bytes, "prepare")?;
+        let own = OwnMemory::new(&self.firmware, control.setup.pd, bytes, "prepare")?;
         let place = Place { descriptors: 0, driver, device, key: own.key };
         let keep = Arc::clone(&own.block) as Keep;
         control.queues.scratch = Some(Scratch { place, keep });
@@ -204,7 +203,14 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16, counters: bool) -> Queu
         has_counters: counters && types.has_object_type(object_type::VIRTIO_Q_COUNTERS),
         retired: Arc::default(),
         orphans: Vec::new(),
+        has_doubts: false,
     }
+}
+
+fn new_keys(setup: &Setup, options: &Options) -> KeyPort {
+    let context = KeyContext { uid: 0, pd: setup.pd, null_key: setup.null_mkey };
+    let deadline = options.deadlines.memory;
+    KeyPort::new(memory_config(setup, options), context, users::MEMORY, deadline)
 }
 
 fn memory_config(setup: &Setup, options: &Options) -> MemoryConfig {

@@ -1,6 +1,6 @@
 //! Memory of the driver's own behind a key: the empty ring, the dirty log.
 
-use crate::command::{CommandError, Keep, Request};
+use crate::command::{Keep, Request};
 use crate::firmware::Firmware;
 use martlet_device_io::DmaBlock;
 use martlet_mlx5_abi::memory::{
@@ -43,20 +43,16 @@ impl OwnMemory {
         Ok(OwnMemory { block, key })
     }
 
-    /// Destroys the key. If that fails the memory stays, for the device may use it yet.
-    pub(super) fn destroy(self, firmware: &Firmware) -> Result<(), CommandError> {
+    /// Destroys the key. If that fails, gives the memory back, which the device may use yet.
+    pub(super) fn destroy(self, firmware: &Firmware) -> Option<Arc<DmaBlock>> {
         let input = ShortIn::new(Opcode::DESTROY_MKEY, 0, mkey_to_index(self.key));
         let request = Request::new::<ShortOut>(Opcode::DESTROY_MKEY, &input);
         let result = firmware.setup_call(request.keeping(Arc::clone(&self.block) as Keep));
-        if !crate::firmware::is_done(Opcode::DESTROY_MKEY, &result) {
-            tracing::warn!(
-                key = self.key,
-                "a memory key of the driver's own could not be destroyed"
-            );
-            std::mem::forget(self.block);
-            return result.map(|_| ());
+        if crate::firmware::is_done(Opcode::DESTROY_MKEY, &result) {
+            return None;
         }
-        Ok(())
+        tracing::warn!(key = self.key, "a memory key of the driver's own could not be destroyed");
+        Some(self.block)
     }
 }
 

@@ -2,23 +2,46 @@
 
 use super::map::install;
 use super::{Control, Mlx5Device};
-use crate::command::CommandError;
+use crate::firmware::{BringUpError, objects_of};
 use crate::queues::{DeviceEvent, DeviceState, Faults};
 use martlet_vdpa::VdpaError;
+use std::sync::Arc;
 
 const ACTION: &str = "reset";
 
 impl Mlx5Device {
     pub(super) fn reset_all(&self, control: &mut Control) -> Result<(), VdpaError> {
-        self.settle(control);
+        self.forget_guest(control);
         let mut faults = Faults::default();
         self.end_queues(control, &mut faults);
-        if control.queues.drop_orphans(&self.firmware) > 0 {
-            let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
-            let what = "virtqueues that can't be destroyed keep their memory";
-            faults.add_general(CommandError::Nonsense { opcode, what });
-        }
+        let hidden = control.queues.drop_orphans(&self.firmware);
         self.drop_logs(control);
+        self.delete_if_at_once(control);
+        control.queues.drop_retired(&self.firmware);
+        let doubts = control.queues.has_doubts || self.firmware.has_doubts();
+        if faults.is_empty() && hidden == 0 && control.undead.is_empty() && !doubts {
+            return Ok(());
+        }
+        // Something is left that can't be named or destroyed: the whole function begins anew.
+        tracing::warn!("an mlx5 function is restarted, for it does not let go of everything");
+        match self.restart_function(control) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let error = std::error::Error::source(&error)
+                    .map_or(error.to_string(), |source| format!("{error}: {source}"));
+                faults.add_host(format!("the function can't be restarted: {error}"));
+                if self.firmware.is_gone() {
+                    return Err(VdpaError::Gone { action: ACTION });
+                }
+                Err(faults.into_error(ACTION))
+            }
+        }
+    }
+
+    /// Everything that the VMM said goes.
+    fn forget_guest(&self, control: &mut Control) {
+        self.settle(control);
+        control.outcome = None;
         install(control, None);
         control.queues.features = 0;
         control.queues.used = control.queues.list.len();
@@ -28,9 +51,38 @@ impl Mlx5Device {
             queue.at = None;
         }
         control.change(DeviceEvent::Reset);
-        self.delete_if_at_once(control);
-        control.queues.drop_retired(&self.firmware);
-        if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
+    }
+
+    /// Takes the function down and brings it up again: what was made on it is gone.
+    fn restart_function(&self, control: &mut Control) -> Result<(), BringUpError> {
+        if !self.firmware.tear_down(&[]) {
+            return Err(BringUpError::Lacks("answers to its teardown"));
+        }
+        self.forget_function(control);
+        let setup = self.firmware.restart()?;
+        control.keys = super::new_keys(&setup, self.firmware.options());
+        control.queues.common.pd = setup.pd;
+        control.setup = setup;
+        Ok(())
+    }
+
+    /// The function is down: nothing that was made on it exists, and it reaches no memory.
+    fn forget_function(&self, control: &mut Control) {
+        control.keys.registry_mut().forget_all();
+        let queues = &mut control.queues;
+        queues.orphans.clear();
+        queues.has_doubts = false;
+        queues.table = None;
+        queues.scratch = None;
+        queues.log = None;
+        for queue in &mut queues.list {
+            queue.object = None;
+            queue.counters = None;
+        }
+        queues.forget_retired();
+        control.scratch = None;
+        control.logs = super::dirty::DirtyLogs::default();
+        control.undead.clear();
     }
 
     /// Ends all queues: the table first, which names them.
@@ -61,20 +113,26 @@ impl Drop for Mlx5Device {
         let mut control = self.lock();
         let control = &mut *control;
         super::guest::Guest::disconnect(&*self.vectors);
-        if let Err(error) = self.reset_all(control) {
-            tracing::warn!(%error, "an mlx5 device goes");
-        }
+        self.forget_guest(control);
+        let mut faults = Faults::default();
+        self.end_queues(control, &mut faults);
+        self.drop_logs(control);
         control.queues.drop_counters(&self.firmware);
+        control.queues.drop_retired(&self.firmware);
         control.queues.scratch = None;
         if let Some(scratch) = control.scratch.take() {
-            // An error has been told; the memory stays then.
-            let _ = scratch.destroy(&self.firmware);
+            control.undead.extend(scratch.destroy(&self.firmware));
         }
         self.drain_keys(control);
-        if self.firmware.tear_down(&self.setup) {
-            // Surely nothing reaches memory any more.
-            control.keys.registry_mut().forget_all();
-            control.queues.orphans.clear();
+        if self.firmware.tear_down(&objects_of(&control.setup)) {
+            self.forget_function(control);
+            return;
         }
+        // Memory that is lost until the process ends is better than a device that writes into what
+        // someone else has by then.
+        tracing::warn!("an mlx5 device does not go; its memory stays");
+        std::mem::forget(Arc::clone(&self.firmware));
+        std::mem::forget(std::mem::take(&mut control.queues.orphans));
+        std::mem::forget(std::mem::take(&mut control.undead));
     }
 }

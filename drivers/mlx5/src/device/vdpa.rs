@@ -151,15 +151,18 @@ impl VdpaDevice for Mlx5Device {
             return Err(invalid(ACTION, "it has no memory map, or no features"));
         }
         self.guest.restart();
-        let starting = Starting::begin(&control.queues.active(), Target::Running);
+        let active = control.queues.active();
+        let before: Vec<_> = control.queues.list.iter().map(|queue| queue.at).collect();
+        let starting = Starting::begin(&active, Target::Running);
         let mut faults = starting.run(&self.firmware, &mut control.queues, &self.guest);
         if !faults.is_empty() {
-            // All or nothing: this is not a switchover.
-            let at: Vec<_> = control.queues.list.iter().map(|queue| queue.at).collect();
+            // All or nothing: this is not a switchover. Those that ran say how far they came.
+            control.queues.stop(&self.firmware, &active, &self.guest);
             self.end_queues(&mut control, &mut faults);
-            for (queue, at) in control.queues.list.iter_mut().zip(at) {
-                queue.at = at.or(queue.config.map(|_| QueueState::default()));
+            for (queue, before) in control.queues.list.iter_mut().zip(before) {
+                queue.at = queue.at.or(before);
             }
+            faults.forget_standing();
             return Err(faults.into_error(ACTION));
         }
         control.queues.drop_retired(&self.firmware);

@@ -114,9 +114,22 @@ impl Firmware {
         wait_for_start(&*registers, &*waiter, limit, options.deadlines.setup)?;
 
         let firmware = Firmware::new(registers, dma, waiter, options, queue);
-        firmware.enable()?;
-        let setup = firmware.start()?;
-        Ok((firmware, setup))
+        match firmware.restart() {
+            Ok(setup) => Ok((firmware, setup)),
+            Err(error) => {
+                if !firmware.tear_down(&[]) {
+                    // The device may still write to its command page.
+                    std::mem::forget(firmware);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Brings the function up (again), from where [`Self::tear_down`] leaves it.
+    pub(crate) fn restart(&self) -> Result<Setup, BringUpError> {
+        self.enable()?;
+        self.start()
     }
 
     /// One command of the bring-up.
@@ -230,31 +243,43 @@ impl Firmware {
         }
     }
 
-    /// Takes the function down, as far as it lets itself. Everything that was made on it has to be
-    /// gone before. Whether it is down: then it reaches no memory any more.
-    pub(crate) fn tear_down(&self, setup: &Setup) -> bool {
-        let mut is_down = self.is_gone();
-        let mut steps = vec![(Opcode::DEALLOC_PD, setup.pd)];
-        if let Some(eqn) = self.event_queue() {
-            steps.push((Opcode::DESTROY_EQ, u32::from(eqn)));
+    /// Takes the function down, and with it everything on it, whether somebody knows it or not.
+    /// Whether it is down: then it reaches no memory any more. `objects` are destroyed before, as
+    /// far as that is possible.
+    pub(crate) fn tear_down(&self, objects: &[(Opcode, u32)]) -> bool {
+        let call = |opcode: Opcode, object: u32| match self.short(opcode, 0, object) {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::debug!(%error, "teardown of an mlx5 device");
+                false
+            }
+        };
+        if self.is_gone() {
+            return true;
         }
-        steps.extend([
-            (Opcode::DEALLOC_UAR, setup.uar),
-            (Opcode::TEARDOWN_HCA, 0),
-            (Opcode::DISABLE_HCA, 0),
-        ]);
-        for (opcode, object) in steps {
-            match self.short(opcode, 0, object) {
-                Ok(_) => is_down |= opcode == Opcode::TEARDOWN_HCA,
-                Err(error) => tracing::debug!(%error, "teardown of an mlx5 device"),
-            }
-            // Without its queue no event comes any more: answers are looked for again.
-            if opcode == Opcode::DESTROY_EQ {
-                self.set_events(None);
-            }
+        for (opcode, object) in objects {
+            call(*opcode, *object);
+        }
+        if let Some(eqn) = self.event_queue() {
+            call(Opcode::DESTROY_EQ, u32::from(eqn));
+            // Without its queue no event comes any more: answers are looked for.
+            self.set_events(None);
+        }
+        // Of a function that was not started yet there is nothing to tear down.
+        let torn = call(Opcode::TEARDOWN_HCA, 0);
+        self.take_all_pages();
+        let disabled = call(Opcode::DISABLE_HCA, 0);
+        let is_down = torn || disabled || self.is_gone();
+        if is_down {
+            self.forget_doubts();
         }
         is_down
     }
+}
+
+/// What is to be destroyed before a function is taken down.
+pub(crate) fn objects_of(setup: &Setup) -> [(Opcode, u32); 2] {
+    [(Opcode::DEALLOC_PD, setup.pd), (Opcode::DEALLOC_UAR, setup.uar)]
 }
 
 fn read(registers: &dyn Registers, offset: u64) -> u32 {

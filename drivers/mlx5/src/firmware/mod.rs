@@ -11,6 +11,7 @@ mod events;
 mod pages;
 mod shared;
 
+pub(crate) use bring_up::objects_of;
 pub use bring_up::{BringUpError, Setup};
 pub use pages::PageStats;
 pub(crate) use shared::is_done;

@@ -129,6 +129,11 @@ impl Firmware {
         self.lock().queue.is_gone()
     }
 
+    /// Whether the function may have something of which nobody knows the number.
+    pub(crate) fn has_doubts(&self) -> bool {
+        self.lock().queue.doubtful_creations() > 0
+    }
+
     /// How often the device has told of a change of the link.
     pub fn link_events(&self) -> u64 {
         self.link_events.load(Ordering::Acquire)
@@ -177,15 +182,6 @@ impl Firmware {
     pub(crate) fn wait_until(&self, until: Option<Instant>) {
         let slice = self.now().after(WAIT_SLICE);
         self.waiter.wait(Some(until.map_or(slice, |until| until.min(slice))));
-    }
-
-    /// Lets time pass on the device's clock.
-    pub(crate) fn sleep(&self, time: Duration) {
-        let end = self.now().after(time);
-        while self.now() < end {
-            self.step(None);
-            self.wait_until(Some(end));
-        }
     }
 
     /// Moves everything on by a step, without waiting: when to do that again even if the device
@@ -283,6 +279,17 @@ impl Firmware {
             let (_, until) = self.step(None);
             self.wait_until(until);
         }
+    }
+
+    /// The function is down: whatever was made is gone.
+    pub(super) fn forget_doubts(&self) {
+        self.lock().queue.forget_doubts();
+    }
+
+    /// Takes all pages back.
+    pub(super) fn take_all_pages(&self) {
+        let held = i32::try_from(self.lock().pages.stats().held).unwrap_or(i32::MAX);
+        self.give_pages(0, -held);
     }
 
     /// Whether there were late answers to changes of virtqueues since the last call: what those are

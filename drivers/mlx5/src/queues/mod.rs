@@ -12,6 +12,7 @@
 //! | a queue is in ERR | it stands, and its index is known: for a suspend that is as good |
 //! | the start of a queue | it is made anew with the index it had; if that fails as well, it stands and the error names it: `begin_resume` tries again |
 //! | a queue can't be destroyed | its keys and memory are kept, and it is tried again later |
+//! | the firmware made something, and its answer does not tell the number | a reset restarts the function |
 //!
 //! A suspend says success only if every queue stands and the index of each is known.
 

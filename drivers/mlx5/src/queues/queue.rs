@@ -54,7 +54,8 @@ pub(crate) struct Object {
     pub(crate) state: ObjectState,
     /// What it was made or modified with last. Its indices are `None` while they move.
     pub(crate) fields: Fields,
-    /// Keeps its memory for the firmware.
+    /// Its memory for the firmware.
+    #[expect(dead_code, reason = "it is there to be held")]
     pub(crate) umem: Arc<UmemPiece>,
     /// What its key keeps: more than one while nobody knows which key it has.
     pub(crate) holds: Vec<Hold>,

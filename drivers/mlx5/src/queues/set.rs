@@ -44,6 +44,9 @@ pub(crate) struct Queues {
     pub(crate) retired: Retired,
     /// Objects that could not be destroyed. They keep what they may use.
     pub(crate) orphans: Vec<Object>,
+    /// The device says that an object does not exist that should, or that there is one where none
+    /// should be: a number that it told was not the right one.
+    pub(crate) has_doubts: bool,
 }
 
 impl Queues {
@@ -120,6 +123,11 @@ impl Queues {
         });
         let failed: Vec<_> = failed.map(|(umem, _)| umem).collect();
         self.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(failed);
+    }
+
+    /// The function is down: there are no umems any more.
+    pub(crate) fn forget_retired(&mut self) {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     /// Tries again to destroy what could not be destroyed; how many are left.

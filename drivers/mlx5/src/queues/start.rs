@@ -5,15 +5,15 @@ use super::fate::{Faults, number};
 use super::queue::{Fields, Hold, Object, create_request};
 use super::set::{Gates, Queues, batch, is_destroyed};
 use super::state::{ObjectEvent, ObjectState};
-use super::table::TableStep;
+use super::table::{TABLE_TRIES_MAX, TableStep};
 use super::umem::UmemPlan;
 use crate::batch::{Batch, OnFailure};
 use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
 use crate::options::Pace;
-use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortOut, object_type};
 use martlet_mlx5_abi::virtq::{CountersIn, VirtqCounters};
+use martlet_mlx5_abi::{CommandStatus, Opcode};
 use std::sync::Arc;
 use zerocopy::FromZeros;
 
@@ -42,13 +42,20 @@ pub(crate) struct Starting {
 
 enum Stage {
     Begin,
-    TableOut { batch: Batch, step: TableStep, receivers: Vec<u32> },
+    Ask { batch: Batch, which: Vec<usize> },
+    Table { batch: Batch, step: TableStep, receivers: Vec<u32>, tries: u32, then: Then },
     Destroy { batch: Batch },
     Supply { batch: Batch, plan: UmemPlan, counters: Vec<usize> },
     Create { batch: Batch, made: Vec<Made> },
     Ready { batch: Batch, items: Vec<Item>, failed: Vec<(usize, CommandError)> },
     Look { batch: Batch, failed: Vec<(usize, CommandError)> },
-    TableIn { batch: Batch, step: TableStep, receivers: Vec<u32> },
+    Over,
+}
+
+/// What follows the table.
+#[derive(Clone, Copy)]
+enum Then {
+    Destroy,
     Over,
 }
 
@@ -93,20 +100,37 @@ impl Starting {
             let stage = std::mem::replace(&mut self.stage, Stage::Over);
             self.stage = match stage {
                 Stage::Begin => {
+                    self.open_running(queues, gates);
+                    self.ask(firmware, queues)
+                }
+                Stage::Ask { mut batch, which } => {
+                    if !firmware.poll(&mut batch) {
+                        self.stage = Stage::Ask { batch, which };
+                        return None;
+                    }
+                    for (index, result) in which.iter().zip(batch.results()) {
+                        told(queues, gates, *index, result);
+                    }
                     self.remake = self.to_remake(queues);
                     self.table_out(firmware, queues)
                 }
-                Stage::TableOut { mut batch, step, receivers } => {
+                Stage::Table { mut batch, step, receivers, tries, then } => {
                     if !firmware.poll(&mut batch) {
-                        self.stage = Stage::TableOut { batch, step, receivers };
+                        self.stage = Stage::Table { batch, step, receivers, tries, then };
                         return None;
                     }
-                    if let Some(result) = batch.result(0)
-                        && let Err(error) = queues.table_answer(step, &receivers, result)
-                    {
-                        self.faults.add_general(error);
+                    let error = batch
+                        .result(0)
+                        .and_then(|result| queues.table_answer(step, &receivers, result).err());
+                    match (error, then) {
+                        (Some(_), then) if tries < TABLE_TRIES_MAX => {
+                            self.table(firmware, queues, receivers, tries + 1, then)
+                        }
+                        (error, then) => {
+                            error.into_iter().for_each(|error| self.faults.add_general(error));
+                            self.after_table(firmware, queues, then)
+                        }
                     }
-                    self.destroy(firmware, queues)
                 }
                 Stage::Destroy { mut batch } => {
                     if !firmware.poll(&mut batch) {
@@ -114,7 +138,11 @@ impl Starting {
                         return None;
                     }
                     let gone = queues.with_object(&self.remake);
-                    for (index, result) in gone.into_iter().zip(batch.results()) {
+                    let mut results = batch.results();
+                    let mut answers = Vec::new();
+                    answers.extend(gone.into_iter().zip(results.by_ref()));
+                    queues.orphans.retain(|_| !results.next().is_some_and(is_destroyed));
+                    for (index, result) in answers {
                         destroyed(queues, index, result);
                     }
                     self.supply(firmware, queues)
@@ -157,18 +185,6 @@ impl Starting {
                     let results: Vec<_> = batch.into_results();
                     self.looked(firmware, queues, gates, failed, &results)
                 }
-                Stage::TableIn { mut batch, step, receivers } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::TableIn { batch, step, receivers };
-                        return None;
-                    }
-                    if let Some(result) = batch.result(0)
-                        && let Err(error) = queues.table_answer(step, &receivers, result)
-                    {
-                        self.faults.add_general(error);
-                    }
-                    Stage::Over
-                }
                 Stage::Over => return Some(std::mem::take(&mut self.faults)),
             };
         }
@@ -187,6 +203,32 @@ impl Starting {
             }
             firmware.wait_until(None);
         }
+    }
+
+    /// Asks queues of which an earlier failure has left something unknown.
+    fn ask(&self, firmware: &Firmware, queues: &Queues) -> Stage {
+        let is_unclear = |index: &usize| {
+            let Some(object) = queues.object(*index) else { return false };
+            match object.state {
+                ObjectState::Unknown => true,
+                ObjectState::Suspended | ObjectState::Broken => queues.list[*index].at.is_none(),
+                ObjectState::Init | ObjectState::Ready => false,
+            }
+        };
+        let which: Vec<usize> = self.queues.iter().copied().filter(is_unclear).collect();
+        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        for object in which.iter().filter_map(|index| queues.object(*index)) {
+            batch.push(object.query_request());
+        }
+        Stage::Ask { batch, which }
+    }
+
+    /// Queues that run already, because they could not be stopped: kicks reach them again.
+    fn open_running(&self, queues: &Queues, gates: &impl Gates) {
+        let runs = |index: &&usize| {
+            queues.object(**index).is_some_and(|object| object.state == ObjectState::Ready)
+        };
+        self.queues.iter().filter(runs).for_each(|index| gates.open(*index));
     }
 
     /// Queues whose objects are missing, or can't be changed to what is wanted.
@@ -209,13 +251,31 @@ impl Starting {
             return self.destroy(firmware, queues);
         }
         let stay: Vec<usize> = queues.active().into_iter().filter(|index| !names(index)).collect();
-        let receivers = queues.receivers(&stay);
+        self.table(firmware, queues, queues.receivers(&stay), 1, Then::Destroy)
+    }
+
+    /// Makes the table name these queues.
+    fn table(
+        &mut self,
+        firmware: &Firmware,
+        queues: &Queues,
+        receivers: Vec<u32>,
+        tries: u32,
+        then: Then,
+    ) -> Stage {
         let Some(step) = queues.table_step(&receivers) else {
-            return self.destroy(firmware, queues);
+            return self.after_table(firmware, queues, then);
         };
         let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
         batch.push(queues.table_request(step, &receivers));
-        Stage::TableOut { batch, step, receivers }
+        Stage::Table { batch, step, receivers, tries, then }
+    }
+
+    fn after_table(&mut self, firmware: &Firmware, queues: &Queues, then: Then) -> Stage {
+        match then {
+            Then::Destroy => self.destroy(firmware, queues),
+            Then::Over => Stage::Over,
+        }
     }
 
     fn destroy(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
@@ -224,6 +284,10 @@ impl Starting {
             if let Some(object) = queues.object(index) {
                 batch.push(object.destroy_request());
             }
+        }
+        // Their places may be needed.
+        for orphan in &queues.orphans {
+            batch.push(orphan.destroy_request());
         }
         Stage::Destroy { batch }
     }
@@ -325,6 +389,7 @@ impl Starting {
                 queues.list[index].object = Some(Object { id, size, state, fields, umem, holds });
             }
             Err(error) => {
+                queues.has_doubts |= is_status(result, CommandStatus::BAD_INDEX);
                 self.faults.add(made.index, error);
                 self.faults.add_standing(made.index);
             }
@@ -430,11 +495,7 @@ impl Starting {
             Target::Made | Target::MadeOnScratch => queues.object(*index).is_some(),
         };
         let which: Vec<usize> = queues.active().into_iter().filter(in_use).collect();
-        let receivers = queues.receivers(&which);
-        let Some(step) = queues.table_step(&receivers) else { return Stage::Over };
-        let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
-        batch.push(queues.table_request(step, &receivers));
-        Stage::TableIn { batch, step, receivers }
+        self.table(firmware, queues, queues.receivers(&which), 1, Then::Over)
     }
 }
 
@@ -450,12 +511,36 @@ fn counters_request() -> Request {
     Request::new::<GeneralObjectOut>(opcode, &CountersIn { header, object })
 }
 
+fn is_status(result: &Result<Output, CommandError>, wanted: CommandStatus) -> bool {
+    matches!(result, Err(CommandError::Status { status, .. }) if *status == wanted)
+}
+
 /// An object was destroyed, or is one that could not be.
 pub(super) fn destroyed(queues: &mut Queues, index: usize, result: &Result<Output, CommandError>) {
     let Some(object) = queues.list[index].object.take() else { return };
+    queues.has_doubts |= is_status(result, CommandStatus::BAD_RESOURCE);
     if !is_destroyed(result) {
         tracing::warn!(queue = index, "a virtqueue could not be destroyed");
         queues.orphans.push(object);
+    }
+}
+
+/// What a queue was asked for that was unclear.
+fn told(
+    queues: &mut Queues,
+    gates: &impl Gates,
+    index: usize,
+    result: &Result<Output, CommandError>,
+) {
+    let Some(object) = queues.object_mut(index) else { return };
+    let found = result.as_ref().ok().and_then(|output| object.found(output).ok());
+    match found {
+        Some(Some(at)) => {
+            // What the VMM or an earlier query said counts more.
+            queues.list[index].at.get_or_insert(at);
+        }
+        Some(None) if object.state == ObjectState::Ready => runs(queues, gates, index),
+        Some(None) | None => {}
     }
 }
 

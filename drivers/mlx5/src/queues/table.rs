@@ -13,6 +13,10 @@ use martlet_mlx5_abi::rqt::{LIST_OF_VIRTQUEUES, MODIFY_LIST, RqtIn};
 use martlet_mlx5_abi::{CommandStatus, Opcode, U16, U24, U64};
 use zerocopy::{FromZeros, IntoBytes};
 
+/// How often a step is tried: after one that was not answered, the second finds out what has
+/// happened.
+pub(super) const TABLE_TRIES_MAX: u32 = 2;
+
 /// A table in the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Table {
@@ -93,23 +97,24 @@ impl Queues {
                     table.list = list;
                 }
             }
-            (TableStep::Modify, Err(error)) if error.may_be_done() => {
+            (TableStep::Destroy, Ok(_)) => self.table = None,
+            // A destruction that was not answered has happened after all.
+            (_, Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. })) => {
+                self.table = None;
+                if step == TableStep::Destroy {
+                    return Ok(());
+                }
+            }
+            (TableStep::Destroy, Err(CommandError::Gone { .. })) => {
+                self.table = None;
+                return Ok(());
+            }
+            (TableStep::Modify | TableStep::Destroy, Err(error)) if error.may_be_done() => {
                 if let Some(table) = &mut self.table {
                     table.list = None;
                 }
             }
-            (TableStep::Destroy, result) => {
-                // As with queues: a second try finds nothing.
-                let is_missing = matches!(
-                    result,
-                    Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. })
-                );
-                if is_missing || crate::firmware::is_done(Opcode::DESTROY_RQT, result) {
-                    self.table = None;
-                    return Ok(());
-                }
-            }
-            (TableStep::Create | TableStep::Modify, Err(_)) => {}
+            (TableStep::Create | TableStep::Modify | TableStep::Destroy, Err(_)) => {}
         }
         result.as_ref().map(|_| ()).map_err(CommandError::clone)
     }
@@ -120,13 +125,17 @@ impl Queues {
         firmware: &Firmware,
         receivers: &[u32],
     ) -> Result<(), CommandError> {
-        let Some(step) = self.table_step(receivers) else { return Ok(()) };
-        let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
-        batch.push(self.table_request(step, receivers));
-        firmware.run(&mut batch);
-        match batch.result(0) {
-            Some(result) => self.table_answer(step, receivers, result),
-            None => Ok(()),
+        let mut outcome = Ok(());
+        for _ in 0..TABLE_TRIES_MAX {
+            let Some(step) = self.table_step(receivers) else { return Ok(()) };
+            let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
+            batch.push(self.table_request(step, receivers));
+            firmware.run(&mut batch);
+            outcome = match batch.result(0) {
+                Some(result) => self.table_answer(step, receivers, result),
+                None => Ok(()),
+            };
         }
+        outcome
     }
 }

@@ -55,6 +55,17 @@ impl Rig {
     ) -> Rig {
         let bus = SoftBus::new(Addressing::Scattered { run_bytes: 1 << 18 });
         let model = Model::new(config, Arc::clone(&bus) as _, stage.clock());
+        Rig::at(stage, model, bus, options, guest)
+    }
+
+    /// Opens a device that is there.
+    pub(crate) fn at(
+        stage: &Arc<Stage>,
+        model: Arc<Model>,
+        bus: Arc<SoftBus>,
+        options: Options,
+        guest: Guest,
+    ) -> Rig {
         let seat = stage.seat(Arc::clone(&model) as _);
         let device = Mlx5Device::open(platform(&model, &bus, &seat), options).unwrap();
         let pairs = usize::from(guest.queues() / 2);
