@@ -38,7 +38,8 @@ pub use network::Network;
 pub use params::Params;
 pub use region::{Access, Key};
 pub use work::{
-    Completion, Fault, Memory, NoMemory, Operation, PairId, Point, PostError, Request, Side, Status,
+    Completion, Fault, Link, Memory, NoMemory, Operation, PairId, Point, PostError, Request, Side,
+    Status,
 };
 
 #[cfg(test)]

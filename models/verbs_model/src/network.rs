@@ -2,9 +2,9 @@
 
 use crate::pair::{End, State};
 use crate::params::Params;
-use crate::region::{Access, Key, Regions};
+use crate::region::{Access, Key, Regions, Use};
 use crate::work::{
-    Completion, Fault, Memory, Operation, PairId, Point, PostError, Request, Side, Status,
+    Completion, Fault, Link, Memory, Operation, PairId, Point, PostError, Request, Side, Status,
 };
 use martlet_fault_plan::FaultPlan;
 use martlet_units::Instant;
@@ -18,6 +18,10 @@ enum Event {
     Port(Side),
     /// A segment comes to the peer's memory.
     Arrive(Segment),
+    /// What was read comes back to this side's memory.
+    Return(Segment),
+    /// This side hears that the other one ended the connection.
+    Disconnect(Side, PairId),
     /// A request of this side is acknowledged.
     Acknowledge(Side, PairId, u64),
     /// A write with immediate data is tried again.
@@ -26,15 +30,19 @@ enum Event {
     Fail(Side, PairId, u64, u32),
 }
 
+/// Bytes of a request on their way, or a read's request.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Segment {
+pub(crate) struct Segment {
     from: Side,
     pair: PairId,
     number: u64,
-    to: u64,
+    /// In the peer's memory.
+    at: u64,
     key: u32,
     length: u64,
     bytes: Vec<u8>,
+    /// Where a read's bytes go at home, and by which key.
+    home: Option<(u64, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -91,8 +99,14 @@ impl Network {
     /// Connects two queue pairs with so many send slots each.
     pub fn connect(&mut self, slots: usize) -> PairId {
         let skew = self.up_to(self.params.skew);
-        self.pairs.push(Pair { ends: [End::new(slots), End::new(slots)], skew });
+        let end = || End::new(slots, self.params.rnr_retries);
+        self.pairs.push(Pair { ends: [end(), end()], skew });
         PairId(self.pairs.len() - 1)
+    }
+
+    /// Sets how often this side's writes with immediate data are tried again; 7 is for ever.
+    pub fn set_rnr_retries(&mut self, side: Side, pair: PairId, retries: u8) {
+        self.pairs[pair.0].ends[side.place()].rnr_retries = retries;
     }
 
     /// Registers memory. Takes no time here: whoever calls spends [`Params::register_time`] first.
@@ -139,9 +153,27 @@ impl Network {
         Ok(())
     }
 
-    /// Posts receives for the peer's writes with immediate data.
-    pub fn post_receives(&mut self, side: Side, pair: PairId, count: usize) {
-        self.pairs[pair.0].ends[side.place()].receives += count;
+    /// Posts a receive for one of the peer's writes with immediate data.
+    pub fn post_receive(&mut self, side: Side, pair: PairId, id: u64) {
+        self.pairs[pair.0].ends[side.place()].post_receive(id);
+    }
+
+    /// How a connection stands, as one side knows it.
+    pub fn link(&self, side: Side, pair: PairId) -> Link {
+        match self.pairs[pair.0].ends[side.place()].state {
+            State::Up => Link::Up,
+            State::Error => Link::Failed,
+            State::Disconnected | State::Closed => Link::Disconnected,
+        }
+    }
+
+    /// Ends a connection; the peer is told, if the link lets it.
+    pub fn disconnect(&mut self, side: Side, pair: PairId, now: Instant) {
+        self.pairs[pair.0].ends[side.place()].disconnect();
+        if !self.is_cut {
+            let at = now.after(self.params.latency);
+            self.schedule(at, Event::Disconnect(side.other(), pair));
+        }
     }
 
     /// Takes a completion of one side.
@@ -175,6 +207,10 @@ impl Network {
             match event {
                 Event::Port(side) => self.on_port(side, memory),
                 Event::Arrive(segment) => self.on_arrival(segment, memory),
+                Event::Return(segment) => self.on_return(&segment, memory),
+                Event::Disconnect(side, pair) => {
+                    self.pairs[pair.0].ends[side.place()].disconnect();
+                }
                 Event::Acknowledge(side, pair, number) => {
                     let end = &mut self.pairs[pair.0].ends[side.place()];
                     while end.state == State::Up && end.oldest <= number {
@@ -280,19 +316,22 @@ impl Network {
                 None => {}
             }
         }
-        let length = (request.bytes - sent).min(self.params.segment_bytes);
-        let from = request.from + sent;
+        let is_read = request.operation.is_read();
+        let most = if is_read { u64::MAX } else { self.params.segment_bytes };
+        let length = (request.bytes - sent).min(most);
+        let local_at = request.local_at.wrapping_add(sent);
         let regions = &self.nics[side.place()].regions;
-        if length > 0 && !regions.covers(request.local, from, length, false) {
+        let purpose = if is_read { Use::LocalWrite } else { Use::LocalRead };
+        if length > 0 && !regions.covers(request.local, local_at, length, purpose) {
             return self.give_up(side, pair, number, Status::LOCAL_PROTECTION);
         }
         let mut bytes = Vec::new();
-        if self.params.content && length > 0 {
+        if self.params.content && !is_read {
             // The moment at which the source is read.
             bytes.resize(usize::try_from(length).expect("a segment"), 0);
-            memory.read(side, from, &mut bytes);
+            memory.read(side, local_at, &mut bytes);
         }
-        let wire = self.params.wire_time(length, is_first);
+        let wire = self.params.wire_time(if is_read { 0 } else { length }, is_first);
         let nic = &mut self.nics[side.place()];
         nic.busy = nic.busy.max(now).after(wire);
         let left = nic.busy;
@@ -313,33 +352,69 @@ impl Network {
         if is_last {
             end.next_sent += 1;
         }
-        let (to, key) = match request.operation {
-            Operation::Write { to, key } => (to + sent, key.0),
-            Operation::Immediate(_) => (0, 0),
-        };
-        let segment = Segment { from: side, pair, number, to, key, length, bytes };
+        let (at, Key(key)) = request.operation.remote();
+        let at = at.wrapping_add(sent);
+        let home = is_read.then_some((local_at, request.local.0));
+        let segment = Segment { from: side, pair, number, at, key, length, bytes, home };
         self.schedule(arrival, Event::Arrive(segment));
     }
 
-    fn on_arrival(&mut self, segment: Segment, memory: &mut dyn Memory) {
-        let Segment { from, pair, number, to, key, length, bytes } = segment;
+    fn on_arrival(&mut self, mut segment: Segment, memory: &mut dyn Memory) {
+        let (from, pair, number) = (segment.from, segment.pair, segment.number);
         let peer = from.other();
         if self.is_cut || self.pairs[pair.0].ends[peer.place()].state != State::Up {
             // Nobody answers: the oldest request is missed after a while.
             return self.miss(from, pair);
         }
-        let regions = &self.nics[peer.place()].regions;
-        if length > 0 && !regions.covers(Key(key), to, length, true) {
+        let end = &mut self.pairs[pair.0].ends[from.place()];
+        if end.waiting.is_some_and(|waiting| waiting < number) {
+            // Dropped and sent again later, as the one before it is (IBA 9.7.5.2.8).
+            return end.held.push(segment);
+        }
+        let (key, at, length) = (Key(segment.key), segment.at, segment.length);
+        let purpose = if segment.home.is_some() { Use::RemoteRead } else { Use::RemoteWrite };
+        if length > 0 && !self.nics[peer.place()].regions.covers(key, at, length, purpose) {
             // The peer's queue pair is taken down too (IBA 9.7.5.2.4).
             self.pairs[pair.0].ends[peer.place()].fail_oldest(Status::FLUSHED);
             return self.give_up(from, pair, number, Status::REMOTE_ACCESS);
         }
-        if self.params.content && length > 0 {
-            memory.write(peer, to, &bytes);
+        if segment.home.is_some() {
+            if self.params.content {
+                segment.bytes.resize(usize::try_from(length).expect("fits the host"), 0);
+                memory.read(peer, at, &mut segment.bytes);
+            }
+            let nic = &mut self.nics[peer.place()];
+            nic.busy = nic.busy.max(self.now).after(self.params.wire_time(length, false));
+            let back = nic.busy.after(self.params.latency);
+            return self.schedule(back, Event::Return(segment));
         }
-        if let Some(wqe) = self.pairs[pair.0].ends[from.place()].wqe(number) {
+        if self.params.content && length > 0 {
+            memory.write(peer, at, &segment.bytes);
+        }
+        self.on_placed(from, pair, number);
+    }
+
+    /// What was read is placed at home, if the key still covers it.
+    fn on_return(&mut self, segment: &Segment, memory: &mut dyn Memory) {
+        let (side, pair, number) = (segment.from, segment.pair, segment.number);
+        let Some((at, key)) = segment.home else { return };
+        if self.pairs[pair.0].ends[side.place()].wqe(number).is_none() {
+            return;
+        }
+        let regions = &self.nics[side.place()].regions;
+        if segment.length > 0 && !regions.covers(Key(key), at, segment.length, Use::LocalWrite) {
+            return self.give_up(side, pair, number, Status::LOCAL_PROTECTION);
+        }
+        if self.params.content && segment.length > 0 {
+            memory.write(side, at, &segment.bytes);
+        }
+        self.on_placed(side, pair, number);
+    }
+
+    fn on_placed(&mut self, side: Side, pair: PairId, number: u64) {
+        if let Some(wqe) = self.pairs[pair.0].ends[side.place()].wqe(number) {
             wqe.on_the_way -= 1;
-            self.process(from, pair);
+            self.process(side, pair);
         }
     }
 
@@ -382,12 +457,12 @@ impl Network {
             if !wqe.is_sent || wqe.on_the_way > 0 {
                 return;
             }
-            if let Operation::Immediate(immediate) = wqe.request.operation {
-                if peer.receives == 0 {
+            if let Operation::WriteWithImmediate { immediate, .. } = wqe.request.operation {
+                if !peer.take_receive(immediate) {
                     end.is_stalled = true;
+                    end.waiting = Some(number);
                     end.rnr_tries = end.rnr_tries.saturating_add(1);
-                    let retries = self.params.rnr_retries;
-                    let event = if retries < 7 && end.rnr_tries > retries {
+                    let event = if end.rnr_retries < 7 && end.rnr_tries > end.rnr_retries {
                         Event::Fail(side, pair, number, Status::RNR_RETRY_EXCEEDED.0)
                     } else {
                         Event::Retry(side, pair)
@@ -395,11 +470,15 @@ impl Network {
                     let at = self.now.after(self.params.rnr_timer);
                     return self.schedule(at, event);
                 }
-                end.rnr_tries = 0;
-                peer.receives -= 1;
-                peer.push_receive(immediate);
+                (end.rnr_tries, end.waiting) = (0, None);
+                end.next_done += 1;
+                let held = std::mem::take(&mut end.held);
+                for segment in held {
+                    self.schedule(self.now, Event::Arrive(segment));
+                }
+            } else {
+                end.next_done += 1;
             }
-            end.next_done += 1;
             match self.faults.strike(&Point::Acknowledge(side)) {
                 Some(Fault::Fail(_)) => return self.miss(side, pair),
                 Some(Fault::Pause { ns }) => {

@@ -1,6 +1,7 @@
 //! One end of a reliable connection.
 
-use crate::work::{Completion, Operation, Request, Status};
+use crate::network::Segment;
+use crate::work::{Completion, Request, Status};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 
@@ -9,6 +10,8 @@ pub(crate) enum State {
     Up,
     /// A request failed; all others flush.
     Error,
+    /// One of the sides ended it; all flush.
+    Disconnected,
     Closed,
 }
 
@@ -42,14 +45,18 @@ pub(crate) struct End {
     pub(crate) last_start: Option<Instant>,
     pub(crate) last_arrival: Instant,
     pub(crate) rnr_tries: u8,
+    pub(crate) rnr_retries: u8,
+    /// A write with immediate data that waits for a receive, and what came behind it.
+    pub(crate) waiting: Option<u64>,
+    pub(crate) held: Vec<Segment>,
     /// A retry or a failure is scheduled: nothing is processed meanwhile.
     pub(crate) is_stalled: bool,
-    pub(crate) receives: usize,
+    pub(crate) receives: VecDeque<u64>,
     completions: VecDeque<(Completion, usize)>,
 }
 
 impl End {
-    pub(crate) fn new(slots: usize) -> End {
+    pub(crate) fn new(slots: usize, rnr_retries: u8) -> End {
         End {
             state: State::Up,
             slots,
@@ -62,8 +69,11 @@ impl End {
             last_start: None,
             last_arrival: Instant(0),
             rnr_tries: 0,
+            rnr_retries,
+            waiting: None,
+            held: Vec::new(),
             is_stalled: false,
-            receives: 0,
+            receives: VecDeque::new(),
             completions: VecDeque::new(),
         }
     }
@@ -74,8 +84,6 @@ impl End {
 
     pub(crate) fn post(&mut self, request: Request, now: Instant) {
         self.slots_used += 1;
-        let is_write = matches!(request.operation, Operation::Write { .. });
-        assert_eq!(is_write, request.bytes > 0, "a write has bytes, an immediate has none");
         self.wqes.push_back(Wqe {
             request,
             posted: now,
@@ -84,7 +92,7 @@ impl End {
             on_the_way: 0,
             failed: None,
         });
-        if self.state == State::Error {
+        if matches!(self.state, State::Error | State::Disconnected) {
             self.flush();
         }
     }
@@ -121,22 +129,46 @@ impl End {
             self.push(wqe.request.id, Status::FLUSHED);
         }
         (self.next_sent, self.next_done) = (self.oldest, self.oldest);
+        while let Some(id) = self.receives.pop_front() {
+            let status = Status::FLUSHED;
+            let completion = Completion { id, is_receive: true, status, immediate: None };
+            self.completions.push_back((completion, 0));
+        }
+        (self.waiting, self.held) = (None, Vec::new());
+    }
+
+    /// One of the sides ends the connection.
+    pub(crate) fn disconnect(&mut self) {
+        if self.state == State::Up {
+            self.state = State::Disconnected;
+            self.flush();
+        }
+    }
+
+    pub(crate) fn post_receive(&mut self, id: u64) {
+        self.receives.push_back(id);
+        if matches!(self.state, State::Error | State::Disconnected) {
+            self.flush();
+        }
     }
 
     pub(crate) fn close(&mut self) {
         self.state = State::Closed;
         self.flush();
-        self.receives = 0;
     }
 
     fn push(&mut self, id: u64, status: Status) {
         let slots = 1 + std::mem::take(&mut self.silent);
-        self.completions.push_back((Completion { id, status, immediate: None }, slots));
+        self.completions
+            .push_back((Completion { id, is_receive: false, status, immediate: None }, slots));
     }
 
-    pub(crate) fn push_receive(&mut self, immediate: u32) {
-        let completion = Completion { id: 0, status: Status::SUCCESS, immediate: Some(immediate) };
-        self.completions.push_back((completion, 0));
+    /// Ends the oldest receive; false if there is none.
+    pub(crate) fn take_receive(&mut self, immediate: u32) -> bool {
+        let Some(id) = self.receives.pop_front() else { return false };
+        let (status, immediate) = (Status::SUCCESS, Some(immediate));
+        self.completions.push_back((Completion { id, is_receive: true, status, immediate }, 0));
+        true
     }
 
     /// Takes a completion; its slot, and those of the silent ones before, are free then.

@@ -6,13 +6,32 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key(pub u32);
 
-/// Who may use a region.
+/// What a region may be used for, beside being the source of this side's writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// This side's requests, as the source of writes.
-    Local,
-    /// The peer's writes as well.
+pub struct Access {
+    /// The target of this side's reads.
+    pub local_write: bool,
+    /// The target of the peer's writes.
+    pub remote_write: bool,
+    /// The source of the peer's reads.
+    pub remote_read: bool,
+}
+
+impl Access {
+    /// Nothing more.
+    pub const SOURCE: Access =
+        Access { local_write: false, remote_write: false, remote_read: false };
+    /// The peer writes it.
+    pub const TARGET: Access = Access { local_write: true, remote_write: true, remote_read: false };
+}
+
+/// What a key is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    LocalRead,
+    LocalWrite,
     RemoteWrite,
+    RemoteRead,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -44,15 +63,21 @@ impl Regions {
     }
 
     /// Whether a key covers these bytes for this use.
-    pub(crate) fn covers(&self, key: Key, address: u64, bytes: u64, remote: bool) -> bool {
+    pub(crate) fn covers(&self, key: Key, address: u64, bytes: u64, purpose: Use) -> bool {
         let Some(region) = self.list.get(&key) else { return false };
         let Some(offset) = address.checked_sub(region.address) else { return false };
         let inside = offset.checked_add(bytes).is_some_and(|end| end <= region.bytes);
-        inside && (!remote || region.access == Access::RemoteWrite)
+        inside
+            && match purpose {
+                Use::LocalRead => true,
+                Use::LocalWrite => region.access.local_write,
+                Use::RemoteWrite => region.access.remote_write,
+                Use::RemoteRead => region.access.remote_read,
+            }
     }
 
     pub(crate) fn remote_writable(&self) -> usize {
-        self.list.values().filter(|region| region.access == Access::RemoteWrite).count()
+        self.list.values().filter(|region| region.access.remote_write).count()
     }
 
     pub(crate) fn bytes(&self) -> u64 {

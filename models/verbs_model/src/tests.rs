@@ -45,19 +45,19 @@ struct Rig {
 impl Rig {
     fn new(params: Params, seed: u64, faults: FaultPlan<Point, Fault>) -> Rig {
         let mut net = Network::new(params, seed, faults);
-        let local = net.register(Side::A, 0, BYTES as u64, Access::Local);
-        let remote = net.register(Side::B, 0, BYTES as u64, Access::RemoteWrite);
+        let local = net.register(Side::A, 0, BYTES as u64, Access::SOURCE);
+        let remote = net.register(Side::B, 0, BYTES as u64, Access::TARGET);
         Rig { net, memory: Bytes::new(), local, remote }
     }
 
     fn write(&self, id: u64, from: u64, to: u64, bytes: u64) -> Request {
         let operation = Operation::Write { to, key: self.remote };
-        Request { id, operation, from, bytes, local: self.local, signalled: true }
+        Request { id, operation, local_at: from, bytes, local: self.local, signalled: true }
     }
 
     fn marker(&self, id: u64, number: u32) -> Request {
-        let operation = Operation::Immediate(number);
-        Request { id, operation, from: 0, bytes: 0, local: Key(0), signalled: true }
+        let operation = Operation::WriteWithImmediate { to: 0, key: Key(0), immediate: number };
+        Request { id, operation, local_at: 0, bytes: 0, local: Key(0), signalled: true }
     }
 
     fn post(&mut self, pair: PairId, list: &[Request]) {
@@ -98,11 +98,11 @@ fn a_link_gives_what_its_headers_leave() {
     let params = Params { content: false, segment_bytes: 2 << 20, ..Params::ROCE_100G };
     let mut net = Network::new(params, 0, FaultPlan::default());
     let (bytes, count) = (2 << 20, 64);
-    let local = net.register(Side::A, 0, bytes, Access::Local);
-    let remote = net.register(Side::B, 0, bytes, Access::RemoteWrite);
+    let local = net.register(Side::A, 0, bytes, Access::SOURCE);
+    let remote = net.register(Side::B, 0, bytes, Access::TARGET);
     let pair = net.connect(count);
     let operation = Operation::Write { to: 0, key: remote };
-    let request = Request { id: 0, operation, from: 0, bytes, local, signalled: true };
+    let request = Request { id: 0, operation, local_at: 0, bytes, local, signalled: true };
     net.post(Side::A, pair, Instant(0), &vec![request; count]).unwrap();
     let mut last = Instant(0);
     while let Some(at) = net.next_event() {
@@ -159,7 +159,7 @@ fn keys_are_checked_when_bytes_move() {
         status
     };
     assert_eq!(status(|_, _| {}), 0);
-    assert_eq!(status(|_, request| request.from = BYTES as u64 - 1), 4);
+    assert_eq!(status(|_, request| request.local_at = BYTES as u64 - 1), 4);
     assert_eq!(status(|_, request| request.local = Key(1)), 4);
     assert_eq!(
         status(|rig, request| request.operation =
@@ -169,7 +169,7 @@ fn keys_are_checked_when_bytes_move() {
     assert_eq!(status(|rig, _| assert!(rig.net.deregister(Side::B, rig.remote))), 10);
     // A key for local use is none for the peer.
     let local_only = |rig: &mut Rig, request: &mut Request| {
-        let key = rig.net.register(Side::B, 0, 4096, Access::Local);
+        let key = rig.net.register(Side::B, 0, 4096, Access::SOURCE);
         request.operation = Operation::Write { to: 0, key };
     };
     assert_eq!(status(local_only), 10);
@@ -182,12 +182,66 @@ fn immediate_data_waits_for_a_receive() {
     rig.post(pair, &[rig.marker(1, 77)]);
     rig.advance(12_000);
     assert_eq!(rig.net.poll(Side::B, pair), None);
-    rig.net.post_receives(Side::B, pair, 1);
+    rig.net.post_receive(Side::B, pair, 0);
     assert_eq!(rig.finish(pair), [(1, 0)]);
     assert_eq!(rig.net.poll(Side::B, pair).unwrap().immediate, Some(77));
     rig.post(pair, &[rig.marker(2, 78)]);
     rig.advance(2 * LATE.0);
     assert_eq!(rig.completions(pair), [(2, 13)], "after two more tries");
+}
+
+#[test]
+fn what_is_behind_an_immediate_waits_with_it() {
+    let mut rig = Rig::new(Params { rnr_retries: 7, ..PARAMS }, 0, FaultPlan::default());
+    let pair = rig.net.connect(8);
+    rig.memory.part(Side::A, 0, 4096).fill(5);
+    let (to, key) = (0, rig.remote);
+    let operation = Operation::WriteWithImmediate { to, key, immediate: 1 };
+    let told = Request { operation, ..rig.write(1, 0, 0, 4096) };
+    let behind = rig.write(2, 0, 8192, 4096);
+    rig.post(pair, &[told, behind]);
+    rig.advance(1_000_000);
+    assert_eq!(rig.memory.part(Side::B, 8192, 1)[0], 0);
+    rig.net.post_receive(Side::B, pair, 40);
+    assert_eq!(rig.finish(pair), [(1, 0), (2, 0)]);
+    let (status, immediate) = (Status::SUCCESS, Some(1));
+    let told = Completion { id: 40, is_receive: true, status, immediate };
+    assert_eq!(rig.net.poll(Side::B, pair), Some(told));
+    assert_eq!((rig.memory.part(Side::B, 0, 1)[0], rig.memory.part(Side::B, 8192, 1)[0]), (5, 5));
+}
+
+#[test]
+fn reads_need_their_access_on_both_sides() {
+    let status = |remote_read, local_write| {
+        let mut rig = Rig::new(PARAMS, 0, FaultPlan::default());
+        let pair = rig.net.connect(8);
+        let key = rig.net.register(Side::B, 0, 8192, Access { remote_read, ..Access::SOURCE });
+        let local = rig.net.register(Side::A, 0, 8192, Access { local_write, ..Access::SOURCE });
+        rig.memory.part(Side::B, 4096, 4096).fill(6);
+        let operation = Operation::Read { at: 4096, key };
+        let read = Request { operation, local, ..rig.write(1, 0, 0, 4096) };
+        rig.post(pair, &[read]);
+        let status = rig.finish(pair)[0].1;
+        assert_eq!(rig.memory.part(Side::A, 0, 4096).contains(&6), status == 0);
+        status
+    };
+    assert_eq!(status(true, true), 0);
+    assert_eq!(status(false, true), 10);
+    assert_eq!(status(true, false), 4);
+}
+
+#[test]
+fn a_disconnect_is_told_and_flushes_both_sides() {
+    let mut rig = Rig::new(PARAMS, 0, FaultPlan::default());
+    let pair = rig.net.connect(8);
+    rig.net.post_receive(Side::A, pair, 3);
+    rig.net.disconnect(Side::B, pair, Instant(0));
+    assert_eq!(
+        (rig.net.link(Side::A, pair), rig.net.link(Side::B, pair)),
+        (Link::Up, Link::Disconnected)
+    );
+    assert_eq!(rig.finish(pair), [(3, 5)]);
+    assert_eq!(rig.net.link(Side::A, pair), Link::Disconnected);
 }
 
 #[test]

@@ -42,8 +42,38 @@ pub enum Operation {
         /// By which key.
         key: Key,
     },
-    /// Writes nothing, and completes one of the peer's receives with this number.
-    Immediate(u32),
+    /// The same, and completes one of the peer's receives with a number.
+    WriteWithImmediate {
+        /// Where to; not looked at without bytes.
+        to: u64,
+        /// By which key.
+        key: Key,
+        /// The number.
+        immediate: u32,
+    },
+    /// Reads the peer's memory into the local bytes.
+    Read {
+        /// Where from, in the peer's addresses.
+        at: u64,
+        /// By which key.
+        key: Key,
+    },
+}
+
+impl Operation {
+    /// Where in the peer's memory, and by which key.
+    pub(crate) fn remote(self) -> (u64, Key) {
+        match self {
+            Operation::Write { to, key } | Operation::WriteWithImmediate { to, key, .. } => {
+                (to, key)
+            }
+            Operation::Read { at, key } => (at, key),
+        }
+    }
+
+    pub(crate) fn is_read(self) -> bool {
+        matches!(self, Operation::Read { .. })
+    }
 }
 
 /// A request.
@@ -53,14 +83,25 @@ pub struct Request {
     pub id: u64,
     /// What it does.
     pub operation: Operation,
-    /// Where the bytes come from.
-    pub from: u64,
-    /// How many; 0 for [`Operation::Immediate`].
+    /// Where the local bytes are.
+    pub local_at: u64,
+    /// How many; with 0 no key is looked at.
     pub bytes: u64,
     /// The key of the local memory.
     pub local: Key,
     /// Whether success leaves a completion.
     pub signalled: bool,
+}
+
+/// How a connection stands, as one side knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// Nothing is known against it.
+    Up,
+    /// One of the sides ended it.
+    Disconnected,
+    /// A request failed.
+    Failed,
 }
 
 /// How a request ended: numbers of `enum ibv_wc_status` (rdma-core, `infiniband/verbs.h`).
@@ -84,14 +125,16 @@ impl Status {
     pub const RNR_RETRY_EXCEEDED: Status = Status(13);
 }
 
-/// The end of a request or, with `immediate`, of a receive.
+/// The end of a request or of a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Of the request; for a receive, 0.
+    /// Of the request or the receive.
     pub id: u64,
+    /// Whether it is a receive's.
+    pub is_receive: bool,
     /// How it ended.
     pub status: Status,
-    /// What the peer sent, for a receive.
+    /// What the peer sent, for a receive that succeeded.
     pub immediate: Option<u32>,
 }
 

@@ -183,7 +183,7 @@ impl<M: Memory> Joint<M> {
                 let request = Request {
                     id: u64::MAX,
                     operation,
-                    from,
+                    local_at: from,
                     bytes: PAGE_SIZE,
                     local,
                     signalled: false,
@@ -311,8 +311,8 @@ impl<M: Memory> Joint<M> {
         let pages = self.source.layout().unit_pages_of(unit);
         let at = address(side, pages);
         let access = match side {
-            Side::A => Access::Local,
-            Side::B => Access::RemoteWrite,
+            Side::A => Access::SOURCE,
+            Side::B => Access::TARGET,
         };
         let key = self.net.register(side, at, pages.bytes(), access);
         let before = self.keys[place(side)].insert(unit, key);
@@ -352,8 +352,9 @@ impl<M: Memory> Joint<M> {
                 for _ in 0..terms.queues {
                     let slots = usize::try_from(self.config.slots).expect("small");
                     let pair = self.net.connect(slots);
-                    let receives = usize::try_from(MARKER_RECEIVES).expect("small");
-                    self.net.post_receives(Side::B, pair, receives);
+                    for receive in 0..MARKER_RECEIVES {
+                        self.net.post_receive(Side::B, pair, u64::from(receive));
+                    }
                     self.pairs.push(pair);
                 }
             }
@@ -366,7 +367,7 @@ impl<M: Memory> Joint<M> {
                 self.schedule(at, Event::Zeroed(sequence));
             }
             DestinationAction::PostReceive(queue) => {
-                self.net.post_receives(Side::B, self.pairs[usize::from(queue.0)], 1);
+                self.net.post_receive(Side::B, self.pairs[usize::from(queue.0)], 0);
             }
             DestinationAction::RoundArrived { round, last } => {
                 self.notes.push_back(Note::RoundArrived { round, last });
@@ -424,12 +425,15 @@ impl<M: Memory> Joint<M> {
                     let operation = Operation::Write { to, key: Key(remote.0) };
                     (operation, address(Side::A, pages), pages.bytes(), Key(local.0))
                 }
-                Work::Marker { round } => (Operation::Immediate(round), 0, 0, Key(0)),
+                Work::Marker { round } => {
+                    let key = Key(0);
+                    (Operation::WriteWithImmediate { to: 0, key, immediate: round }, 0, 0, key)
+                }
             };
             Request {
                 id: post.sequence.0,
                 operation,
-                from,
+                local_at: from,
                 bytes,
                 local,
                 signalled: post.signalled,
