@@ -1,5 +1,6 @@
 //! The martlet command: live migration of KVM guests. See `martlet --help`.
 
+mod accelerator;
 mod cli;
 mod commands;
 mod control;
@@ -13,6 +14,7 @@ mod report_json;
 mod scratch;
 mod signals;
 mod snapshot;
+mod vdpa;
 mod view;
 mod vm;
 
@@ -42,6 +44,8 @@ fn main() -> ExitCode {
         Command::Quit(args) => commands::owner::quit(args),
         Command::Resolve(args) => commands::owner::resolve(args),
         Command::Demo(args) => commands::demo::run(args, cli.log.as_deref()),
+        Command::Bench(command) => commands::bench::run(command),
+        Command::Sim(command) => commands::sim::run(command),
     })
 }
 

@@ -3,7 +3,7 @@
 use crate::cli::{AccelArg, HostArgs, ReceiveArgs, RunArgs, SerialArg, TrackingArg};
 use crate::failure::{Failure, chain};
 use crate::guest::{Attempt, Guest, Incoming, Listen};
-use crate::note;
+use crate::{note, vdpa};
 use martlet_engine::{
     DestinationFactory, MigrateOptions, Migration, Progress, ReceiveStatus, Receiver, Report,
     SourceVmm,
@@ -116,8 +116,9 @@ fn failure(error: &MachineError) -> Failure {
 }
 
 /// Builds the machine. Its guest is paused at its first instruction.
-pub(crate) fn boot(config: &MachineConfig) -> Result<Arc<dyn Guest>, Failure> {
-    let machine = Machine::new(config).map_err(|error| failure(&error))?;
+pub(crate) fn boot(config: &MachineConfig, args: &HostArgs) -> Result<Arc<dyn Guest>, Failure> {
+    let cards = vdpa::open(args.vdpa.as_ref()).map_err(Failure::Failed)?;
+    let machine = Machine::with_devices(config, cards).map_err(|error| failure(&error))?;
     Ok(Arc::new(MachineGuest(machine)))
 }
 
@@ -131,7 +132,8 @@ pub(crate) fn listener(args: &ReceiveArgs) -> Result<Arc<dyn Listen>, Failure> {
     };
     let config =
         FactoryConfig { accel, tracking: tracking(&args.host), serial: serial(&args.serial) };
-    let factory = Factory::new(config).map_err(|error| failure(&error))?;
+    let cards = vdpa::open(args.host.vdpa.as_ref()).map_err(Failure::Failed)?;
+    let factory = Factory::with_devices(config, cards).map_err(|error| failure(&error))?;
     Ok(Arc::new(MachineListen(Arc::new(factory))))
 }
 

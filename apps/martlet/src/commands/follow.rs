@@ -1,5 +1,6 @@
 //! Following a migration through its control socket.
 
+use crate::accelerator::ZeroCheckArg;
 use crate::failure::Failure;
 use crate::qmp::client::Client;
 use crate::report_json::ReportJson;
@@ -32,6 +33,8 @@ pub(crate) struct Request<'a> {
     pub(crate) bandwidth: Option<BytesPerSec>,
     /// Compare memory before the commit.
     pub(crate) verify: bool,
+    /// Who finds zero pages.
+    pub(crate) zero_check: &'a ZeroCheckArg,
 }
 
 /// Starts a migration and follows it to its end. Each signal that `interrupts` counts asks for a
@@ -51,6 +54,7 @@ pub(crate) fn migrate(
             "x-downtime-limit-us": limit,
             "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
             "x-verify": request.verify,
+            "x-zero-check": request.zero_check.to_string(),
         }),
     )?;
     client.execute("migrate", &json!({ "uri": request.to.to_string() }))?;

@@ -23,6 +23,7 @@ pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
         downtime_limit: args.tuning.downtime_limit,
         bandwidth: args.bandwidth,
         verify: args.tuning.verify,
+        zero_check: &args.tuning.zero_check,
     };
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));
     let report = follow::migrate(&mut client, &request, &mut progress, &interrupts)?;

@@ -1,8 +1,10 @@
 //! What each subcommand does.
 
+pub(crate) mod bench;
 pub(crate) mod demo;
 mod follow;
 pub(crate) mod migrate;
 pub(crate) mod owner;
 pub(crate) mod serve;
+pub(crate) mod sim;
 pub(crate) mod status;

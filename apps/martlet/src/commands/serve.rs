@@ -21,7 +21,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let signals = SignalDesk::open()?;
     // Before the machine: a socket in use must be noticed before memory is filled.
     let socket = bind(&args.control.path, &signals)?;
-    let guest = vm::boot(&config)?;
+    let guest = vm::boot(&config, &args.host)?;
     if !args.paused {
         guest.cont().map_err(Failure::Failed)?;
     }

@@ -1,6 +1,7 @@
 //! Arguments and results of the commands: QEMU's qapi/migration.json as far as martlet has it.
 
 use super::events::status_word;
+use crate::accelerator::ZeroCheckArg;
 use crate::cli::{CHANNELS_MAX, check_downtime_limit};
 use crate::report_json::{ReportJson, ms, round_to};
 use martlet_engine::{MigrateOptions, Progress, Report, Status};
@@ -115,6 +116,8 @@ pub(crate) struct SetParameters {
     max_bandwidth: Option<u64>,
     /// Compare memory before the commit.
     x_verify: Option<bool>,
+    /// Who finds zero pages; as `--zero-check`.
+    x_zero_check: Option<String>,
 }
 
 impl SetParameters {
@@ -143,6 +146,10 @@ impl SetParameters {
             changed.bandwidth = (rate > 0).then_some(BytesPerSec(rate));
         }
         changed.verify = self.x_verify.unwrap_or(changed.verify);
+        if let Some(text) = &self.x_zero_check {
+            let arg: ZeroCheckArg = text.parse().map_err(|e| format!("x-zero-check: {e}"))?;
+            changed.zero_finders = arg.open()?;
+        }
         *options = changed;
         Ok(())
     }
@@ -156,6 +163,7 @@ pub(crate) fn parameters(options: &MigrateOptions) -> Value {
         "x-downtime-limit-us": whole_us(options.downtime_limit),
         "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
         "x-verify": options.verify,
+        "x-zero-check": options.zero_finders.name(),
     })
 }
 
@@ -347,7 +355,7 @@ mod tests {
         ] {
             let before = options.clone();
             assert!(set(bad.clone(), &mut options).is_err(), "{bad}");
-            assert_eq!(options, before, "{bad}");
+            assert_eq!(format!("{options:?}"), format!("{before:?}"), "{bad}");
         }
         set(json!({"multifd-channels": 0, "max-bandwidth": 0}), &mut options).unwrap();
         assert_eq!((options.channels, options.bandwidth), (None, None));

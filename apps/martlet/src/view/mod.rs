@@ -4,6 +4,7 @@ pub(crate) mod number;
 pub(crate) mod progress;
 pub(crate) mod summary;
 pub(crate) mod svg;
+pub(crate) mod table;
 pub(crate) mod timeline;
 
 use std::io::IsTerminal;

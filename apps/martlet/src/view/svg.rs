@@ -86,7 +86,7 @@ pub(crate) fn render(timeline: &Timeline, title: &str) -> String {
     out
 }
 
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

@@ -159,6 +159,7 @@ impl Demo<'_> {
             downtime_limit: self.args.tuning.downtime_limit,
             bandwidth: None,
             verify: self.args.tuning.verify,
+            zero_check: &self.args.tuning.zero_check,
         };
         let kind = if self.args.runs > 1 { Kind::Quiet } else { self.kind };
         let mut progress = MigrationProgress::new(kind);
