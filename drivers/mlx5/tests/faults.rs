@@ -18,6 +18,7 @@ mod rig;
 
 use martlet_fault_plan::FaultPlan;
 use martlet_mlx5::Options;
+use martlet_mlx5::options::Deadlines;
 use martlet_mlx5::queues::DeviceState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
 use martlet_mlx5_model::{Fault, ModelConfig, Point};
@@ -61,7 +62,11 @@ fn faults() -> Vec<Fault> {
 /// A device that is about to do what is tested.
 fn begin(name: &str, resumable: bool) -> Rig {
     let config = ModelConfig { queues: 8, resumable, ..ModelConfig::default() };
-    let mut rig = Rig::new(config, Options::MARTLET, PAIRS, 65_530);
+    // Deadlines that are short in the test's own time as well.
+    let ms = Duration::from_millis;
+    let deadlines = Deadlines { queues: ms(20), memory: ms(100), setup: ms(150) };
+    let options = Options { deadlines, ..Options::MARTLET };
+    let mut rig = Rig::new(config, options, PAIRS, 65_530);
     match name {
         "start" | "prepare" => {}
         "arrive" => rig.device.prepare().unwrap(),
@@ -157,11 +162,9 @@ fn is_stuck(rig: &Rig) -> bool {
 }
 
 fn gone(rig: Rig) {
-    let gone = |result: Result<(), VdpaError>| {
-        assert!(result.is_err(), "nothing succeeds on a device that is gone");
-    };
-    gone(rig.device.set_queue_pairs(1).and_then(|()| Err(VdpaError::Gone { action: "" })));
-    assert!(rig.device.begin_suspend().is_err() || rig.device.poll_suspend() != Some(Ok(())));
+    // Noticed or not: at the latest when it is asked for something.
+    let suspended = rig.suspend();
+    assert!(suspended.is_err(), "a device that is gone says so");
     let _ = rig.device.reset();
     rig.device.service();
     rig.device.kick(QueueIndex(0));
@@ -183,10 +186,14 @@ fn one(name: &str, fault: Fault, command: u64, resumable: bool) -> bool {
     }
     // The firmware comes to itself, and the link; late answers come.
     rig.pass(Duration::from_millis(150));
-    if !(outcome.is_err() && hides_objects(&fault) && is_stuck(&rig)) {
+    let may_hide = hides_objects(&fault);
+    if !(may_hide && outcome.is_err() && is_stuck(&rig)) {
         recover(name, &mut rig, &outcome);
         rig.assert_frames_flow();
-        check_all_works(&mut rig);
+        // A hidden table would not let go of queues that have to be made anew.
+        if !may_hide || (resumable && outcome.is_ok()) {
+            check_all_works(&mut rig);
+        }
     }
     // Whatever has happened: after a reset the device is as new.
     rig.device.reset().unwrap();

@@ -134,6 +134,11 @@ impl Mlx5Device {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// An error if the device is gone.
+    fn check_there(&self, action: &'static str) -> Result<(), VdpaError> {
+        if self.firmware.is_gone() { Err(VdpaError::Gone { action }) } else { Ok(()) }
+    }
+
     /// The driver's own empty ring, made when it is first needed.
     fn ensure_scratch(&self, control: &mut Control) -> Result<(), VdpaError> {
         let wanted = self.firmware.options().prepare == Prepare::Suspended;

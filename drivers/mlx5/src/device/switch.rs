@@ -41,6 +41,7 @@ pub(super) fn query_link(firmware: &Firmware) -> Option<bool> {
 impl Mlx5Device {
     pub(super) fn begin_suspending(&self, control: &mut Control) -> Result<(), VdpaError> {
         control.check(DeviceEvent::BeginSuspend, "suspend")?;
+        self.check_there("suspend")?;
         // From here on events about the link are swallowed.
         control.change(DeviceEvent::BeginSuspend);
         control.operation = Some(match self.firmware.options().link_notifier {
@@ -118,6 +119,7 @@ impl Mlx5Device {
 
     pub(super) fn begin_resuming(&self, control: &mut Control) -> Result<(), VdpaError> {
         control.check(DeviceEvent::BeginResume, "resume")?;
+        self.check_there("resume")?;
         if control.queues.map.is_none() {
             let reason = "it has no memory map".to_owned();
             return Err(VdpaError::Invalid { action: "resume", reason });

@@ -129,6 +129,7 @@ impl VdpaDevice for Mlx5Device {
         const ACTION: &str = "prepare";
         let mut control = self.lock();
         control.check(DeviceEvent::Prepare, ACTION)?;
+        self.check_there(ACTION)?;
         if control.queues.map.is_none() && !control.queues.active().is_empty() {
             return Err(invalid(ACTION, "it has no memory map"));
         }
@@ -147,6 +148,7 @@ impl VdpaDevice for Mlx5Device {
         const ACTION: &str = "start";
         let mut control = self.lock();
         control.check(DeviceEvent::Start, ACTION)?;
+        self.check_there(ACTION)?;
         if control.queues.map.is_none() || !control.has_features {
             return Err(invalid(ACTION, "it has no memory map, or no features"));
         }

@@ -389,7 +389,12 @@ impl Starting {
                 queues.list[index].object = Some(Object { id, size, state, fields, umem, holds });
             }
             Err(error) => {
-                queues.has_doubts |= is_status(result, CommandStatus::BAD_INDEX);
+                let is_wrong = |status| is_status(result, status);
+                if is_wrong(CommandStatus::BAD_INDEX) || is_wrong(CommandStatus::BAD_RESOURCE) {
+                    queues.has_doubts = true;
+                    // Perhaps it is its counters that don't exist.
+                    queues.list[made.index].counters = None;
+                }
                 self.faults.add(made.index, error);
                 self.faults.add_standing(made.index);
             }
