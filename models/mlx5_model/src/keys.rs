@@ -335,7 +335,10 @@ impl Cache {
         });
         if let Some(entry) = hit {
             let inside = at - entry.begin;
-            return Ok((entry.end - at, entry.bus.map(|bus| BusAddress(bus.0 + inside))));
+            return Ok((
+                entry.end - at,
+                entry.bus.map(|bus| BusAddress(bus.0.wrapping_add(inside))),
+            ));
         }
         let flat = keys.find(key, domain, at, write)?;
         let begin = at - flat.before.min(at);

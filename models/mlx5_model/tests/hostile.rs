@@ -4,12 +4,15 @@
 mod host;
 
 use host::Host;
+use host::objects::{key_input, page_list};
 use host::ring::Guest;
+use martlet_mlx5_abi::memory::{CreateMkeyIn, access_mode};
 use martlet_mlx5_abi::message::{InHeader, ShortIn};
-use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U16};
+use martlet_mlx5_abi::virtq::modify;
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U16, U32, U64};
 use martlet_mlx5_model::{ModelConfig, Signatures};
 use proptest::prelude::*;
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 fn any_opcode() -> impl Strategy<Value = Opcode> {
     prop_oneof![
@@ -30,6 +33,14 @@ fn any_command() -> impl Strategy<Value = (Opcode, Vec<u8>, usize)> {
         input[6..8].copy_from_slice(&[0, if body[0] & 1 == 0 { 0x0d } else { 0x1c }]);
         input.extend(body);
         (opcode, input, out_bytes)
+    })
+}
+
+/// Numbers near those where something begins or ends.
+fn edge() -> impl Strategy<Value = u64> {
+    let base = prop_oneof![Just(0_u64), Just(1 << 32), Just(u64::MAX), any::<u64>()];
+    (base, 0_u64..0x3000, any::<bool>()).prop_map(|(base, offset, down)| {
+        if down { base.wrapping_sub(offset) } else { base.wrapping_add(offset) }
     })
 }
 
@@ -98,6 +109,56 @@ proptest! {
             host.kick(3);
             guest.refill();
         }
+        is_alive(&mut host);
+    }
+
+    #[test]
+    fn any_key_is_survived(
+        pages in proptest::collection::vec(edge(), 1..6),
+        pieces in proptest::collection::vec((any::<u32>(), edge()), 0..4),
+        (start, bytes, log) in (edge(), edge(), 12_u32..64),
+        at in edge(),
+    ) {
+        let mut host = Host::new(ModelConfig::default());
+        let mut guest = Guest::new(&mut host, 1, 16, 0);
+        let mut input = key_input(host.domain, access_mode::MTT, bytes, log, &page_list(pages));
+        let (create, _) = CreateMkeyIn::mut_from_prefix(&mut input).unwrap();
+        create.context.start_addr = U64::new(start);
+        let made = host.run(&input, 16);
+        let mut key = guest.direct;
+        if made.status() == CommandStatus::OK {
+            key = u32::from_be_bytes(made.ok()[8..12].try_into().unwrap()) << 8;
+        }
+        let mut list = Vec::new();
+        for (length, address) in &pieces {
+            list.extend(length.to_be_bytes());
+            list.extend(key.to_be_bytes());
+            list.extend(address.to_be_bytes());
+        }
+        let all = pieces.iter().map(|(length, _)| u64::from(*length)).sum();
+        let mut input = key_input(host.domain, access_mode::KLM, all, 0, &list);
+        let (create, _) = CreateMkeyIn::mut_from_prefix(&mut input).unwrap();
+        create.context.start_addr = U64::new(start);
+        let made = host.run(&input, 16);
+        if made.status() == CommandStatus::OK {
+            key = u32::from_be_bytes(made.ok()[8..12].try_into().unwrap()) << 8;
+        }
+        let own = guest.pairs[0].tx_id;
+        let fields = modify::VIRTIO_Q_MKEY | modify::ADDRESSES | modify::DIRTY_BITMAP_PARAMS
+            | modify::DIRTY_BITMAP_DUMP_ENABLE;
+        host.modify(own, fields, |object| {
+            object.virtio_q.mkey = U32::new(key);
+            object.virtio_q.desc_addr = U64::new(at & !15);
+            object.virtio_q.used_addr = U64::new(at & !15);
+            object.virtio_q.available_addr = U64::new(at & !15);
+            object.dirty_bitmap_mkey = U32::new(key);
+            object.dirty_bitmap_addr = U64::new(at);
+            object.dirty_bitmap_size = U32::new(u32::MAX);
+            object.set_logging(true);
+        }).ok();
+        guest.start(&mut host);
+        guest.refill();
+        guest.kick(&host);
         is_alive(&mut host);
     }
 

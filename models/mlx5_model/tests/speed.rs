@@ -5,10 +5,11 @@
 mod host;
 
 use host::Host;
-use host::objects::{key_input, page_list};
+use host::objects::{key_input, page_list, state_input};
 use host::ring::Guest;
 use martlet_mlx5_abi::memory::access_mode;
-use martlet_mlx5_model::{Hardware, ModelConfig};
+use martlet_mlx5_abi::virtq::VirtqState;
+use martlet_mlx5_model::{Hardware, Latencies, ModelConfig};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -97,5 +98,26 @@ fn four_devices_with_32_queues_each() {
         let kicks: u64 = hosts.iter().map(|host| host.model.stats().kicks).sum();
         let rate = u128::from(sent) * 1000 / begin.elapsed().as_millis();
         println!("{rate} frames/s: {busy} ms of CPU in {time:?}; {kicks} kicks so far");
+    }
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn a_suspend_and_a_resume_in_real_time() {
+    let (stage, bus) = (Stage::new(SoftClock::real()), SoftBus::new(Addressing::Iommu));
+    let latencies = Latencies::connectx6dx_from_series();
+    let mut host = Host::on(&stage, &bus, ModelConfig { latencies, ..ModelConfig::default() });
+    let _hardware = Hardware::start(&[Arc::clone(&host.model)]).unwrap();
+    host.bring_up();
+    let guest = Guest::new(&mut host, 15, 16, 0);
+    guest.start(&mut host);
+    for _ in 0..5 {
+        for (state, modelled_us) in
+            [(VirtqState::SUSPEND, 5 + 30 * 33 + 447), (VirtqState::RDY, 5 + 30 * 130 + 350)]
+        {
+            let inputs: Vec<_> = guest.ids().iter().map(|id| state_input(*id, state)).collect();
+            let (_, time) = host.batch(&inputs, 16);
+            println!("{state} of 30 queues at once: {time:?}, modelled {modelled_us} us");
+        }
     }
 }

@@ -27,7 +27,7 @@ use input::Input;
 use martlet_device_io::BusAddress;
 use martlet_mlx5_abi::event::{EventType, port_change};
 use martlet_mlx5_abi::init_segment::COMMAND_ENTRIES_MAX;
-use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32};
+use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U24, U32};
 use martlet_units::Instant;
 use memory::Umem;
 use std::collections::{BTreeMap, BTreeSet};
@@ -43,6 +43,9 @@ pub(crate) const VIRTQ_DOORBELL_OFFSET: u64 = 1 << 20;
 
 /// Pages of doorbells that can be had.
 pub(crate) const UARS_MAX: u32 = 64;
+
+/// Objects of each other kind that can be had.
+const OBJECTS_MAX: usize = 1 << 16;
 
 /// log2 of the umems that can be had.
 const LOG_UMEMS_MAX: u8 = 16;
@@ -109,7 +112,6 @@ pub(crate) struct Firmware {
     counters: BTreeMap<u32, QueueCounts>,
     tables: BTreeMap<u32, Vec<u32>>,
     table_sizes: BTreeMap<u32, u16>,
-    next_domain: u32,
     last_object: u32,
     random: u64,
     pub(crate) faults: Faults,
@@ -148,7 +150,6 @@ impl Firmware {
             counters: BTreeMap::new(),
             tables: BTreeMap::new(),
             table_sizes: BTreeMap::new(),
-            next_domain: 1,
             last_object: 0,
             random,
             faults,
@@ -447,10 +448,21 @@ impl Firmware {
         self.issi = 0;
     }
 
-    /// A number for a new object; numbers are not used twice.
+    /// A number for a new object: used again only when all others were, and never while it is in
+    /// use. There are far more numbers than objects.
     fn next_object(&mut self) -> u32 {
-        self.last_object = (self.last_object + 1) & 0x00ff_ffff;
-        self.last_object
+        loop {
+            self.last_object = self.last_object % U24::MAX + 1;
+            let number = &self.last_object;
+            let used = self.domains.contains_key(number)
+                || self.umems.contains_key(number)
+                || self.virtqs.contains_key(number)
+                || self.counters.contains_key(number)
+                || self.tables.contains_key(number);
+            if !used {
+                return *number;
+            }
+        }
     }
 
     /// A random byte (SplitMix64).

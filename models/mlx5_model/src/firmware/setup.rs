@@ -2,7 +2,7 @@
 
 use super::answer::{self, Answer, bytes, done, header, parse, refuse, short, zeroed};
 use super::input::Input;
-use super::{Firmware, Function, VIRTQ_DOORBELL_OFFSET, events};
+use super::{Firmware, Function, OBJECTS_MAX, VIRTQ_DOORBELL_OFFSET, events};
 use crate::keys;
 use martlet_mlx5_abi::capability::{
     self, GeneralCapabilities, GeneralCapabilitiesOut, QUERY_HCA_CAP_OUT_BYTES, UmemSize,
@@ -21,6 +21,9 @@ use zerocopy::IntoBytes;
 
 /// log2 of the bytes from one virtqueue's doorbell to the next.
 pub(crate) const LOG_DOORBELL_STRIDE: u8 = 12;
+
+/// Pages that the firmware takes: 4 GiB.
+const PAGES_MAX: usize = 1 << 20;
 
 /// QUERY_ISSI's output: what is in use, and a bit for each that there is
 /// (`mlx5_ifc_query_issi_out_bits`).
@@ -124,6 +127,9 @@ impl Firmware {
                 if odd || !given.iter().all(|at| pages.insert(*at)) {
                     return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0108_0002));
                 }
+                if pages.len() > PAGES_MAX {
+                    return Err(refuse(CommandStatus::LIMIT, 0x0108_0004));
+                }
                 self.pages = pages;
                 bytes(&answer(0))
             }
@@ -152,11 +158,10 @@ impl Firmware {
     }
 
     pub(super) fn alloc_domain(&mut self) -> Answer {
-        let domain = self.next_domain;
-        if domain > U24::MAX {
+        if self.domains.len() >= OBJECTS_MAX {
             return Err(refuse(CommandStatus::NO_RESOURCES, 0x0800_0001));
         }
-        self.next_domain += 1;
+        let domain = self.next_object();
         self.domains.insert(domain, 0);
         short(domain)
     }

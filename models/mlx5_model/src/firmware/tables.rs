@@ -1,8 +1,8 @@
 //! Receive queue tables and queue counters.
 
-use super::Firmware;
 use super::answer::{Answer, Refusal, bytes, done, general, general_header, parse, refuse, short};
 use super::input::Input;
+use super::{Firmware, OBJECTS_MAX};
 use crate::nic::queue::QueueCounts;
 use martlet_mlx5_abi::message::GeneralObjectIn;
 use martlet_mlx5_abi::rqt::{LIST_OF_VIRTQUEUES, MODIFY_LIST, RqtContext, RqtIn};
@@ -21,6 +21,9 @@ impl Firmware {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0916_0001));
         }
         let list = self.table_list(&create.context, max, input)?;
+        if self.tables.len() >= OBJECTS_MAX {
+            return Err(refuse(CommandStatus::NO_RESOURCES, 0x0916_0005));
+        }
         let number = self.next_object();
         self.install_table(number, max, list);
         short(number)
@@ -79,6 +82,9 @@ impl Firmware {
     }
 
     pub(super) fn create_counters(&mut self) -> Answer {
+        if self.counters.len() >= OBJECTS_MAX {
+            return Err(refuse(CommandStatus::NO_RESOURCES, 0x0a00_0011));
+        }
         let number = self.next_object();
         self.counters.insert(number, QueueCounts::default());
         general(number)
