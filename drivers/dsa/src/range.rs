@@ -28,9 +28,9 @@ impl RangeLength {
     /// Pages in a row that are zero.
     pub(crate) fn on_zero(&mut self, pages: u32) {
         self.zero_in_a_row = self.zero_in_a_row.saturating_add(pages);
-        if self.pages < PAGES_MAX && self.zero_in_a_row >= self.pages * GROW_AFTER_RUNS {
+        while self.pages < PAGES_MAX && self.zero_in_a_row >= self.pages * GROW_AFTER_RUNS {
+            self.zero_in_a_row -= self.pages * GROW_AFTER_RUNS;
             self.pages *= 2;
-            self.zero_in_a_row = 0;
         }
     }
 

@@ -106,6 +106,8 @@ pub struct ZeroEngine<C: CpuCheck> {
     batch_max: usize,
     transfer_pages_max: u32,
     range: RangeLength,
+    /// Whether the gate refused the last time that it was asked.
+    was_refused: bool,
     stats: Stats,
 }
 
@@ -146,6 +148,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
             batch_max,
             transfer_pages_max: u32::try_from(transfer).unwrap_or(1),
             range: RangeLength::new(if batch_max > 1 { 1 } else { submit::SINGLE_PAGES_MIN }),
+            was_refused: false,
             stats: Stats::default(),
         })
     }

@@ -96,7 +96,9 @@ impl Job {
     }
 
     pub(super) fn set_zero(&mut self, piece: Piece) {
-        (piece.first..piece.first + piece.pages).for_each(|page| self.zero.set(page));
+        for page in piece.first..piece.first + piece.pages {
+            self.zero.set(page);
+        }
     }
 
     pub(super) fn address(&self, page: u32) -> u64 {
@@ -135,6 +137,28 @@ impl Job {
     /// Whether all pages were given to somebody.
     pub(super) fn is_given(&self) -> bool {
         self.again.is_empty() && self.next == self.count()
+    }
+
+    /// How many pages nobody was given, or were given back.
+    pub(super) fn left(&self) -> u32 {
+        let again: u32 = self.again.iter().map(|piece| piece.pages).sum();
+        again + self.count() - self.next
+    }
+
+    /// Takes the next pages, wherever they lie; `None` if all were taken.
+    pub(super) fn take_any(&mut self, pages_max: u32) -> Option<Piece> {
+        let (all, is_new) = match self.again.pop() {
+            Some(piece) => (piece, false),
+            None => (Piece { first: self.next, pages: self.count() - self.next }, true),
+        };
+        let pages = all.pages.min(pages_max);
+        let rest = Piece { first: all.first + pages, pages: all.pages - pages };
+        if is_new {
+            self.next = rest.first;
+        } else {
+            self.again(rest);
+        }
+        (pages > 0).then_some(Piece { first: all.first, pages })
     }
 
     /// Gives back the rest of a piece.

@@ -3,12 +3,15 @@
 // UNSAFETY: the CPU's check reads pages by address.
 
 use super::ZeroEngine;
+use super::job::Job;
 use crate::gate::{Ask, Grant, Outcome};
 use crate::queue::Submitted;
+use crate::range::RangeLength;
 use crate::slots::{Busy, Piece, SlotState};
 use crate::{CpuCheck, cpu};
 use martlet_dsa_abi::{BATCH_DESCRIPTORS_MIN, Descriptor};
-use martlet_units::{Instant, PAGE_SIZE};
+use martlet_units::PAGE_SIZE;
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,13 +23,13 @@ const MEASURED_PAGES_MIN: u32 = 16;
 /// The pattern that pages are compared with.
 const ZERO: u64 = 0;
 
-/// What became of a draft.
-enum Offered {
-    /// The device has it, but for what is left in the draft.
-    Taken,
-    /// It is the CPU's.
+/// A gate's answer.
+enum Answer {
+    /// A device may have them.
+    Granted(Grant),
+    /// They are the CPU's.
     Refused,
-    /// It had better be offered again when something else is done.
+    /// They had better be offered again when something else is done.
     Later,
 }
 
@@ -43,81 +46,112 @@ impl<C: CpuCheck> ZeroEngine<C> {
 
     /// Gives away all of a job; false if something stays.
     fn pump(&mut self, job: usize) -> bool {
-        while self.draft(job) {
-            match self.offer(job) {
-                Offered::Taken | Offered::Refused => self.check_draft_by_cpu(job),
-                Offered::Later => {
-                    let draft = self.draft.drain(..).rev();
-                    draft.for_each(|piece| self.jobs[job].again(piece));
-                    return false;
+        loop {
+            let left = self.jobs[job].left();
+            let goes_on = match left {
+                0 => return true,
+                _ if self.batch_max > 1 && left < self.config.offload_pages_min => {
+                    self.check_next_by_cpu(job, left);
+                    true
                 }
+                // To choose pages takes time as well, and was in vain the last time.
+                _ if self.batch_max > 1 && self.was_refused => self.ask_and_choose(job, left),
+                _ => self.choose_and_ask(job),
+            };
+            if !goes_on {
+                return false;
             }
+        }
+    }
+
+    /// Offers the next pages as a number first; false if they stay.
+    fn ask_and_choose(&mut self, job: usize, left: u32) -> bool {
+        let pages = left.min(self.config.batch_pages);
+        match self.ask(pages) {
+            Answer::Granted(grant) => {
+                self.was_refused = false;
+                self.draft(job, grant.pages);
+                self.submit_all(job, grant);
+                self.check_draft_by_cpu(job);
+                self.check_next_by_cpu(job, pages - grant.pages);
+            }
+            Answer::Refused => self.check_next_by_cpu(job, pages),
+            Answer::Later => return false,
         }
         true
     }
 
-    /// Chooses pages to offload; false if the job has nothing left. Pieces that no device can or
-    /// should check are checked on the way.
-    fn draft(&mut self, job: usize) -> bool {
-        self.draft.clear();
-        let mut pages = 0;
-        while pages < self.config.batch_pages {
-            let most = self.range.pages().max(self.pages_min()).min(self.transfer_pages_max);
-            let most = most.min(self.config.batch_pages - pages);
-            let memory = &self.memory;
-            let on_bus = |address| {
-                let (_, left) = memory.on_bus(address)?;
-                Some(u32::try_from(left / PAGE_SIZE).unwrap_or(u32::MAX))
-            };
-            let Some(piece) = self.jobs[job].take(most, on_bus) else { break };
-            let reachable =
-                on_bus(self.jobs[job].address(piece.first)).is_some_and(|left| left > 0);
-            if !reachable || self.queues.is_empty() || self.is_too_short(piece) {
-                self.check_by_cpu(job, piece);
-                continue;
+    /// Chooses the next pages and offers them; false if they stay.
+    fn choose_and_ask(&mut self, job: usize) -> bool {
+        self.draft(job, self.config.batch_pages);
+        let pages = self.draft.iter().map(|piece| piece.pages).sum();
+        match self.ask(pages) {
+            Answer::Granted(grant) => self.submit_all(job, grant),
+            Answer::Refused => self.was_refused = pages >= self.config.offload_pages_min,
+            Answer::Later => {
+                let draft = self.draft.drain(..).rev();
+                draft.for_each(|piece| self.jobs[job].again(piece));
+                return false;
             }
-            pages += piece.pages;
-            self.draft.push(piece);
         }
-        !self.draft.is_empty()
+        self.check_draft_by_cpu(job);
+        true
     }
 
-    fn pages_min(&self) -> u32 {
-        if self.batch_max > 1 { 1 } else { SINGLE_PAGES_MIN }
-    }
-
-    /// A piece that is not worth a submission of its own: it is short, or content follows so
-    /// densely that it would come back after a page or two.
-    fn is_too_short(&self, piece: Piece) -> bool {
-        self.batch_max == 1
-            && self.config.offload_pages_min > 1
-            && piece.pages.min(self.range.pages()) < SINGLE_PAGES_MIN
-    }
-
-    /// Offers the draft to a device. What the device does not take stays in it.
-    fn offer(&mut self, job: usize) -> Offered {
-        let pages: u32 = self.draft.iter().map(|piece| piece.pages).sum();
-        let pages_min = self.config.offload_pages_min;
-        if pages < pages_min {
-            return Offered::Refused;
+    /// Chooses pages to offload, at most so many. Pieces that no device can or
+    /// should check are checked on the way: those outside of its memory, and without batches those
+    /// that are not worth a submission of their own, because they are short, or because content
+    /// follows so densely that they would come back after a page or two.
+    fn draft(&mut self, job: usize, pages_max: u32) {
+        self.draft.clear();
+        let Self { jobs, memory, draft, range, config, .. } = self;
+        let most = range.pages().max(if self.batch_max > 1 { 1 } else { SINGLE_PAGES_MIN });
+        let most = most.min(self.transfer_pages_max);
+        let mut pages = 0;
+        while pages < pages_max {
+            // As many pages as the device finds in one piece; none where it finds nothing.
+            let left = Cell::new(0);
+            let on_bus = |address| {
+                let (_, bytes) = memory.on_bus(address)?;
+                left.set(u32::try_from(bytes / PAGE_SIZE).unwrap_or(u32::MAX));
+                Some(left.get())
+            };
+            let most = most.min(pages_max - pages);
+            let Some(piece) = jobs[job].take(most, on_bus) else { break };
+            let is_too_short = self.batch_max == 1
+                && config.offload_pages_min > 1
+                && piece.pages.min(range.pages()) < SINGLE_PAGES_MIN;
+            if left.get() == 0 || is_too_short || self.queues.is_empty() {
+                let checked = check(&self.cpu, &mut jobs[job], range, piece);
+                self.stats.cpu_pages += checked;
+            } else {
+                pages += piece.pages;
+                draft.push(piece);
+            }
         }
-        let Some(first) = self.queues.first() else { return Offered::Refused };
+    }
+
+    /// Asks for leave to offload so many pages.
+    fn ask(&self, pages: u32) -> Answer {
+        let pages_min = self.config.offload_pages_min.max(1);
+        let Some(first) = self.queues.first().filter(|_| pages >= pages_min) else {
+            return Answer::Refused;
+        };
         let now = first.wait().now();
         let has_pending = self.has_busy_slot();
         let asks_again = has_pending && self.gate.asks_again();
         let (node, channel) = (self.config.node, self.config.channel);
         let ask = Ask { pages, pages_min, has_pending, node, channel };
         let Some(grant) = self.gate.admit(now, ask) else {
-            return if asks_again { Offered::Later } else { Offered::Refused };
+            return if asks_again { Answer::Later } else { Answer::Refused };
         };
         assert!(grant.queue < self.queues.len(), "a gate names one of the engine's queues");
         assert!(grant.pages <= pages, "a gate grants no more than it is asked for");
         if self.queues[grant.queue].is_silent() {
             self.gate.finish(now, grant, Outcome::TimedOut);
-            return Offered::Refused;
+            return Answer::Refused;
         }
-        self.submit_all(job, grant, now);
-        Offered::Taken
+        Answer::Granted(grant)
     }
 
     fn has_busy_slot(&self) -> bool {
@@ -125,7 +159,8 @@ impl<C: CpuCheck> ZeroEngine<C> {
     }
 
     /// Submits as much of the draft as was granted, batch by batch, until one is not taken.
-    fn submit_all(&mut self, job: usize, grant: Grant, now: Instant) {
+    fn submit_all(&mut self, job: usize, grant: Grant) {
+        let now = self.queues[grant.queue].wait().now();
         let granted = self.cut_draft(grant.pages);
         let group = self.groups.begin(grant, now);
         let (mut from, mut refused) = (0, None);
@@ -227,16 +262,31 @@ impl<C: CpuCheck> ZeroEngine<C> {
 
     /// The CPU checks what is in the draft, and tells how long that took.
     fn check_draft_by_cpu(&mut self, job: usize) {
-        let pages: u32 = self.draft.iter().map(|piece| piece.pages).sum();
-        if pages == 0 {
-            return;
-        }
+        let pages = self.draft.iter().map(|piece| piece.pages).sum();
+        self.measured(pages, |engine| {
+            for index in 0..engine.draft.len() {
+                engine.check_by_cpu(job, engine.draft[index]);
+            }
+            engine.draft.clear();
+        });
+    }
+
+    /// The CPU checks the next pages of a job, and tells how long that took.
+    fn check_next_by_cpu(&mut self, job: usize, pages: u32) {
+        self.measured(pages, |engine| {
+            let mut left = pages;
+            while left > 0 {
+                let Some(piece) = engine.jobs[job].take_any(left) else { break };
+                engine.check_by_cpu(job, piece);
+                left -= piece.pages;
+            }
+        });
+    }
+
+    fn measured(&mut self, pages: u32, body: impl FnOnce(&mut Self)) {
         let clock = self.queues.first().filter(|_| pages >= MEASURED_PAGES_MIN).map(Arc::clone);
         let begin = clock.as_ref().map(|queue| queue.wait().now());
-        for index in 0..self.draft.len() {
-            self.check_by_cpu(job, self.draft[index]);
-        }
-        self.draft.clear();
+        body(self);
         if let (Some(queue), Some(begin)) = (clock, begin) {
             self.gate.cpu(pages, queue.wait().now().since(begin));
         }
@@ -244,17 +294,26 @@ impl<C: CpuCheck> ZeroEngine<C> {
 
     /// The CPU checks a piece, now.
     pub(super) fn check_by_cpu(&mut self, job: usize, piece: Piece) {
-        for page in piece.first..piece.first + piece.pages {
-            let address = cpu::pointer(self.jobs[job].address(page));
-            // SAFETY: a page of a run of this job, which is mapped until the job is collected by
-            // the promise of `PageRun::new`.
-            if unsafe { self.cpu.is_zero(address) } {
-                self.jobs[job].set_zero(Piece { first: page, pages: 1 });
-                self.range.on_zero(1);
-            } else {
-                self.range.on_content();
-            }
-        }
-        self.stats.cpu_pages += u64::from(piece.pages);
+        self.stats.cpu_pages += check(&self.cpu, &mut self.jobs[job], &mut self.range, piece);
     }
+}
+
+/// Checks a piece of a job; how many pages that were.
+fn check(cpu: &impl CpuCheck, job: &mut Job, range: &mut RangeLength, piece: Piece) -> u64 {
+    let mut zero_in_a_row = 0;
+    for page in piece.first..piece.first + piece.pages {
+        let address = cpu::pointer(job.address(page));
+        // SAFETY: a page of a run of this job, which is mapped until the job is collected by the
+        // promise of `PageRun::new`.
+        if unsafe { cpu.is_zero(address) } {
+            job.set_zero(Piece { first: page, pages: 1 });
+            zero_in_a_row += 1;
+        } else {
+            range.on_zero(zero_in_a_row);
+            range.on_content();
+            zero_in_a_row = 0;
+        }
+    }
+    range.on_zero(zero_in_a_row);
+    u64::from(piece.pages)
 }
