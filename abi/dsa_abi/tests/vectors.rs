@@ -3,7 +3,8 @@
 //! header the fields that these vectors fill.
 
 use martlet_dsa_abi::{
-    CompletionRecord, DeltaEntry, DeltaResult, Descriptor, Flags, Opcode, Status,
+    CompletionRecord, DeltaEntry, DeltaResult, Descriptor, Flags, Opcode, OperationCapability,
+    Status,
 };
 use proptest::prelude::*;
 use zerocopy::FromBytes;
@@ -184,5 +185,14 @@ proptest! {
         let read = CompletionRecord::from_bytes(&record);
         prop_assert_eq!(read.to_bytes(), record);
         let _ = (format!("{read:?}"), read.status().is_success(), read.invalid_flags());
+    }
+    /// Whatever text sysfs gives: no panic, and what is printed is read.
+    #[test]
+    fn any_text_is_read_as_operations_or_not(text: String, words: [u64; 4]) {
+        let _ = OperationCapability::parse(&text);
+        let parts = words.iter().rev().flat_map(|word| [word >> 32, word & 0xffff_ffff]);
+        let printed: Vec<String> = parts.map(|part| format!("{part:08x}")).collect();
+        let read = OperationCapability::parse(&printed.join(","));
+        prop_assert_eq!(read, Some(OperationCapability::from_words(words)));
     }
 }

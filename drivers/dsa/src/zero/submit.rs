@@ -98,10 +98,10 @@ impl<C: CpuCheck> ZeroEngine<C> {
         true
     }
 
-    /// Chooses pages to offload, at most so many. Pieces that no device can or
-    /// should check are checked on the way: those outside of its memory, and without batches those
-    /// that are not worth a submission of their own, because they are short, or because content
-    /// follows so densely that they would come back after a page or two.
+    /// Chooses pages to offload, at most so many. Pieces that no device can or should check are
+    /// checked on the way: those outside of its memory, and without batches those that are not
+    /// worth a submission of their own, because they are short, or because content follows so
+    /// densely that they would come back after a page or two.
     fn draft(&mut self, job: usize, pages_max: u32) {
         self.draft.clear();
         let Self { jobs, memory, draft, range, config, .. } = self;
