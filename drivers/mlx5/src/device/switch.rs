@@ -16,11 +16,11 @@ pub(super) enum Operation {
     /// The link's notifier is being unregistered, as it was done once.
     Unregister { until: Instant },
     /// Queues are being stopped.
-    Stop(Stopping),
+    Stop(Box<Stopping>),
     /// Not all could be stopped: the others are started again.
-    RollBack { starting: Starting, faults: Faults },
+    RollBack { starting: Box<Starting>, faults: Faults },
     /// Queues are being started, and the link is asked after meanwhile.
-    Start { starting: Starting, link: Batch, faults: Option<Faults> },
+    Start { starting: Box<Starting>, link: Box<Batch>, faults: Option<Faults> },
 }
 
 /// Says what link there is: a query of the vport, which takes no permit from the queues.
@@ -57,7 +57,8 @@ impl Mlx5Device {
 
     fn begin_stopping(&self, control: &mut Control) -> Operation {
         let active = control.queues.active();
-        Operation::Stop(Stopping::begin(&self.firmware, &mut control.queues, &active, &self.guest))
+        let stopping = Stopping::begin(&self.firmware, &mut control.queues, &active, &self.guest);
+        Operation::Stop(Box::new(stopping))
     }
 
     /// Moves a suspend on.
@@ -84,7 +85,7 @@ impl Mlx5Device {
                         }
                         Some(faults) => {
                             let active = control.queues.active();
-                            let starting = Starting::begin(&active, Target::Running);
+                            let starting = Box::new(Starting::begin(&active, Target::Running));
                             control.operation = Some(Operation::RollBack { starting, faults });
                         }
                     }
@@ -128,13 +129,13 @@ impl Mlx5Device {
         self.guest.restart();
         // What the link did in between is in the state that is asked for now.
         control.link_seen = self.firmware.link_events();
-        let starting = Starting::begin(&control.queues.active(), Target::Running);
-        let mut link = Batch::new(BatchOptions {
+        let starting = Box::new(Starting::begin(&control.queues.active(), Target::Running));
+        let mut link = Box::new(Batch::new(BatchOptions {
             user: users::SETUP,
             window: 1,
             deadline: self.firmware.options().deadlines.queues,
             on_failure: OnFailure::GoOn,
-        });
+        }));
         link.push(link_request());
         control.operation = Some(Operation::Start { starting, link, faults: None });
         control.outcome = self.step_resume(control);

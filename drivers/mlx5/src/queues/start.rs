@@ -329,7 +329,7 @@ impl Starting {
         let mut results = supplied.results();
         let umems = supplied.len() - counters.len();
         let ids: Result<Vec<u32>, CommandError> =
-            results.by_ref().take(umems).map(|result| object_of(result)).collect();
+            results.by_ref().take(umems).map(object_of).collect();
         for (index, result) in counters.iter().zip(results) {
             // Without counters a queue works as well.
             let output = result.as_ref().ok().and_then(|o| o.read::<GeneralObjectOut>().ok());
