@@ -181,6 +181,11 @@ impl Network {
         self.pairs[pair.0].ends[side.place()].poll()
     }
 
+    /// Whether there is a completion to take.
+    pub fn has_completion(&self, side: Side, pair: PairId) -> bool {
+        self.pairs[pair.0].ends[side.place()].has_completion()
+    }
+
     /// Closes one end: what it posted is flushed, what comes is dropped. The peer is not told.
     pub fn close(&mut self, side: Side, pair: PairId) {
         self.pairs[pair.0].ends[side.place()].close();

@@ -171,6 +171,10 @@ impl End {
         true
     }
 
+    pub(crate) fn has_completion(&self) -> bool {
+        !self.completions.is_empty()
+    }
+
     /// Takes a completion; its slot, and those of the silent ones before, are free then.
     pub(crate) fn poll(&mut self) -> Option<Completion> {
         let (completion, slots) = self.completions.pop_front()?;

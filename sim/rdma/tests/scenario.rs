@@ -9,7 +9,7 @@ use proptest::prelude::*;
 /// Seeds that every run plays; `MARTLET_SEEDS` sets another number.
 fn seeds() -> u64 {
     let set = std::env::var("MARTLET_SEEDS").ok().and_then(|text| text.parse().ok());
-    set.unwrap_or(120)
+    set.unwrap_or(80)
 }
 
 fn outcomes(change: impl Fn(&mut Options)) -> Vec<Outcome> {
@@ -58,7 +58,7 @@ fn without_the_drain_the_checker_finds_the_stale_page() {
     let stale = with(&outcomes, Violation::StalePage);
     let twice = with(&outcomes, Violation::TwoVersions);
     println!("{stale} of {} guests have a stale page, {twice} saw two versions", outcomes.len());
-    assert!(stale >= 5 && twice >= stale);
+    assert!(stale >= 3 && twice >= stale);
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn without_the_acknowledgement_of_zero_lists_too() {
     let stale = with(&outcomes, Violation::StalePage);
     let early = with(&outcomes, Violation::WrittenBeforeZeroed);
     println!("{stale} of {} guests have a stale page, {early} wrote too early", outcomes.len());
-    assert!(stale >= 5 && early >= stale);
+    assert!(stale >= 3 && early >= stale);
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn another_way_must_wait_for_the_revocation() {
     });
     let late = with(&outcomes, Violation::WrittenAfterStart);
     println!("{late} of {} guests were written to after their start", outcomes.len());
-    assert!(late >= 5);
+    assert!(late >= 3);
 }
 
 #[test]
