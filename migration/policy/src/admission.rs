@@ -204,8 +204,8 @@ const CPU_SMOOTHING: u64 = 8;
 const CPU_PROBE_BATCHES: u32 = 64;
 /// The first time it is after so many, and then after twice as many each time.
 const CPU_PROBE_FIRST: u32 = 8;
-/// The longest sleep before a check that would only wait for memory: what one takes undisturbed.
-const CPU_PAUSE_MAX: Duration = Duration::from_micros(30);
+/// The longest sleep before a check that would only wait for memory: about what one takes.
+const CPU_PAUSE_MAX: Duration = Duration::from_micros(37);
 /// That the CPU was slow is believed for so many batches.
 const CPU_FRESH_BATCHES: u32 = 8;
 /// To be done no later than the CPU, a device is expected to be done earlier by so many eighths of
@@ -331,9 +331,9 @@ impl Admission {
     pub fn on_cpu(&mut self, pages: u32, time: Duration) {
         let Some(sample) = picoseconds(time).checked_div(u64::from(pages)) else { return };
         self.unmeasured = 0;
-        // That too many scan at once ends at once.
+        // Half of a disturbed time says that the disturbance is over.
         let was_disturbed = self.cpu_page_ps > picoseconds(self.config.cpu_page_time);
-        let over = match (self.cpu_is_measured, was_disturbed && sample < self.cpu_page_ps) {
+        let over = match (self.cpu_is_measured, was_disturbed && sample < self.cpu_page_ps / 2) {
             (false, _) => 1,
             (true, true) => CPU_SMOOTHING / 4,
             (true, false) => CPU_SMOOTHING,

@@ -152,8 +152,8 @@ impl Device {
         let in_all = self.pages_within(request, patience_ps);
         let pages = room.min(in_all.saturating_sub(ahead)).min(request.pages.into());
         // Batches share a device evenly, so many small parts would hold up a large one. With parts of
-        // two thirds of what it does in time, one begins when the one before is nearly done.
-        let least = u64::from(least).max(in_all / 3 * 2).clamp(1, request.pages.into());
+        // three quarters of what it does in time, one begins when the one before is nearly done.
+        let least = u64::from(least).max(in_all / 4 * 3).clamp(1, request.pages.into());
         if let (true, Ok(pages)) = (pages >= least, u32::try_from(pages)) {
             return Some(pages);
         }
@@ -178,7 +178,9 @@ impl Device {
     /// Counts pages as given to it, behind those of `others`.
     pub(super) fn admit(&mut self, now: Instant, pages: u32, others: u64) {
         let time = |pages: u64| Duration::from_nanos(self.page_ps.saturating_mul(pages) / 1000);
-        let free = self.busy_until.max(now.after(time(others)));
+        // It gets there a latency later: the device stands idle until then.
+        let begin = now.after(Duration::from_nanos(self.latency_ps / 1000));
+        let free = self.busy_until.max(begin.after(time(others)));
         self.busy_until = free.after(time(pages.into()));
         self.outstanding = self.outstanding.saturating_add(pages.into());
     }
