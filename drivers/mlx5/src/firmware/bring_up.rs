@@ -26,6 +26,9 @@ use martlet_units::Instant;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Memory that the firmware may want for a part of a queue. Real devices want some hundred KiB.
+const UMEM_BYTES_MAX: u64 = 8 << 20;
+
 /// How often the firmware is looked at while it starts.
 const START_POLL: Duration = Duration::from_millis(1);
 
@@ -192,6 +195,14 @@ impl Firmware {
         }
         if virtio.offloads_features.get() & VirtioCapabilities::ETH_FRAME == 0 {
             return Err(BringUpError::Lacks("virtqueues of Ethernet frames"));
+        }
+        if virtio.max_num_virtio_queues.get() < 2 {
+            return Err(BringUpError::Lacks("pair of virtqueues"));
+        }
+        let umems = [virtio.umem_1, virtio.umem_2, virtio.umem_3];
+        let size = self.options().queue_size_max;
+        if umems.iter().any(|umem| umem.bytes_for(size) > UMEM_BYTES_MAX) {
+            return Err(BringUpError::Lacks("virtqueues that take a reasonable amount of memory"));
         }
         let uar = self.short(Opcode::ALLOC_UAR, 0, 0)?.object.get();
         self.create_event_queue(uar)?;
