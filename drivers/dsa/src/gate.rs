@@ -83,7 +83,7 @@ pub trait Gate: Send + Sync {
     /// A queue that had timed out has answered after all.
     fn heard(&self, now: Instant, queue: usize);
 
-    /// The CPU checked pages.
+    /// The CPU checked pages, in this time; told for enough pages to be measured.
     fn cpu(&self, pages: u32, time: Duration);
 }
 

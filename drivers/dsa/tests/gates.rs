@@ -4,7 +4,9 @@
 mod bench;
 
 use bench::{Bench, Setup, fill_some};
-use martlet_dsa::{Ask, EngineConfig, Gate, Grant, Latency, Outcome};
+use martlet_dsa::{
+    Ask, CompletionWait, EngineConfig, Gate, Grant, Latency, Outcome, StatusByte, WorkQueue,
+};
 use martlet_dsa_model::{Fault, FaultPoint, Faults, QueueConfig};
 use martlet_units::Instant;
 use std::sync::{Arc, Mutex};
@@ -78,9 +80,40 @@ fn what_is_not_granted_is_checked_meanwhile() {
     // 51 of each 128 pages.
     assert_eq!(engine.stats().device_pages, 3 * 4 * 51);
     assert_eq!(engine.stats().cpu_pages, 3 * 4 * 77);
-    assert_eq!(gate.cpu.lock().unwrap().0, 3 * 4 * 77, "and the CPU's share is measured");
+    assert_eq!(gate.cpu.lock().unwrap().0, 0, "virtual time measures no CPU");
     let (ask, _) = gate.log.lock().unwrap()[0];
     assert_eq!((ask.pages, ask.pages_min, ask.has_pending), (128, 1, false));
+}
+
+/// On a clock that runs, the CPU's share is measured.
+#[test]
+fn the_cpus_time_is_told() {
+    let gate = Script::new(0, false);
+    let mut bench = bench_with(&gate, Setup::default());
+    let clock = Arc::new(Ticking(std::sync::atomic::AtomicU64::new(1)));
+    let (portal, limits) = (bench.models[0].portal(0).unwrap(), bench.queues[0].limits());
+    bench.queues = vec![WorkQueue::new("wq0.0", Box::new(portal), clock, limits)];
+    let mut engine = bench.engine();
+    bench.assert_right(&mut engine, 0, 512);
+    bench.assert_right(&mut engine, 0, 10);
+    let (pages, time) = *gate.cpu.lock().unwrap();
+    assert_eq!(pages, 512, "ten pages are too few");
+    assert!(time > Duration::ZERO);
+}
+
+/// A clock that goes on whenever it is read.
+struct Ticking(std::sync::atomic::AtomicU64);
+
+impl CompletionWait for Ticking {
+    fn now(&self) -> Instant {
+        Instant(self.0.fetch_add(1000, std::sync::atomic::Ordering::Relaxed))
+    }
+
+    fn poll(&self) {}
+
+    fn wait(&self, _status: StatusByte<'_>, _until: Instant) {}
+
+    fn let_pass(&self, _time: Duration) {}
 }
 
 #[test]
