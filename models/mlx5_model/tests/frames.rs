@@ -234,6 +234,33 @@ fn rings_that_make_no_sense_end_their_queue() {
 }
 
 #[test]
+fn a_receiver_that_breaks_has_what_came_before() {
+    for features in [0, MERGEABLE] {
+        let mut host = Host::new(ModelConfig::default());
+        let mut guest = Guest::with_features(&mut host, 1, 16, 0, features);
+        guest.start(&mut host);
+        let (memory, pair) = (&guest.memory, &mut guest.pairs[0]);
+        for _ in 0..3 {
+            pair.rx.offer_buffer(memory);
+        }
+        // A good piece, then one that the key does not cover.
+        pair.rx.describe(memory, 3, pair.rx.buffer(3), 20, 3, 4);
+        pair.rx.describe(memory, 4, 1 << 50, 2000, 2, 0);
+        pair.rx.offer(memory, 3);
+        for _ in 0..5 {
+            guest.send();
+        }
+        guest.kick(&host);
+        assert_eq!((guest.receive(), guest.missing()), (3, 2));
+        let stats = host.model.stats();
+        assert_eq!((stats.frames_sent, stats.frames_received, stats.access_errors), (3, 3, 1));
+        let [rx, tx] = [stats.queues[0], stats.queues[1]];
+        assert_eq!((rx.state, rx.available, rx.used), (QueueState::Error, 3, 3));
+        assert_eq!((tx.state, tx.available, tx.used), (QueueState::Ready, 3, 3));
+    }
+}
+
+#[test]
 fn no_frame_at_all_is_dropped() {
     let mut host = Host::new(ModelConfig::default());
     let mut guest = Guest::new(&mut host, 1, 16, 0);

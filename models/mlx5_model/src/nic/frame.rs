@@ -31,6 +31,7 @@ pub(crate) struct Scratch {
 struct Chain {
     head: u16,
     buffers: usize,
+    written: u32,
 }
 
 /// What was found in a transmit queue.
@@ -137,22 +138,25 @@ pub(crate) fn place(
         }
         let before = scratch.buffers.len();
         let (head, bytes) = work.ring.chain(reach, ahead, &mut scratch.buffers)?;
-        scratch.chains.push(Chain { head, buffers: scratch.buffers.len() - before });
+        let buffers = scratch.buffers.len() - before;
+        scratch.chains.push(Chain { head, buffers, written: 0 });
         room += bytes;
     }
     let count = u16::try_from(scratch.chains.len()).unwrap_or(u16::MAX);
     write_header(&mut scratch.frame, work.offloads, count);
     let (mut rest, mut buffers) = (scratch.frame.as_slice(), scratch.buffers.iter());
-    for chain in &scratch.chains {
-        let mut written = 0;
+    for chain in &mut scratch.chains {
         for buffer in buffers.by_ref().take(chain.buffers) {
             let length = crate::num::to_usize(buffer.bytes).min(rest.len());
             let (now, later) = rest.split_at(length);
             work.ring.view.write(reach, (Part::Frames, buffer.at), now)?;
-            written += low32(to_u64(length));
+            chain.written += low32(to_u64(length));
             rest = later;
         }
-        work.ring.use_chain(chain.head, written);
+    }
+    // Only when all of it is there: a frame that breaks the queue was not received.
+    for chain in &scratch.chains {
+        work.ring.use_chain(chain.head, chain.written);
     }
     Ok(Placed::Done)
 }

@@ -188,6 +188,9 @@ impl Nic {
 
     /// A queue can't go on: its state becomes ERR, and it is counted.
     fn fail(&self, queue: &Queue, work: &mut queue::Work, error: RingError) {
+        if work.state == QueueState::Error {
+            return;
+        }
         let counter = match error {
             RingError::Access(_) => &self.counters.access_errors,
             RingError::Index { .. } | RingError::Chain { .. } | RingError::Descriptor { .. } => {

@@ -156,6 +156,11 @@ impl Ring {
         self.look(reach)
     }
 
+    /// Whether entries wait that were seen already.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.seen != self.taken
+    }
+
     /// As [`Ring::waiting`], with the guest's index read again in any case.
     pub(crate) fn look(&mut self, reach: Reach<'_>) -> Result<u16, RingError> {
         let mut index = [0; 2];

@@ -140,6 +140,9 @@ impl Nic {
         // Buffers are given to the receiver before the sender gets its own back: the port has the
         // frame then.
         other.finish(rx, &mut rx_work, rx_reach, &mut passed.receiver);
+        if passed.received > 0 {
+            other.hush(rx, &mut rx_work, rx_reach);
+        }
         drop(rx_work);
         self.finish(tx, &mut tx_work, tx_reach, &mut passed.sender);
         if tx_work.state == QueueState::Error {
@@ -195,6 +198,8 @@ impl Nic {
                 }
                 Ok(Placed::NoBuffers) => return End::Blocked,
                 Err(error) => {
+                    // Frames before this one have come.
+                    other.finish(rx_queue, rx, rx_reach, &mut passed.receiver);
                     other.fail(rx_queue, rx, error);
                     return End::Blocked;
                 }
@@ -219,14 +224,22 @@ impl Nic {
     ) -> Result<Placed, RingError> {
         let placed = frame::place(rx, reach, scratch)?;
         if placed != Placed::NoBuffers {
-            if placed == Placed::Done && self.suppress_kicks {
-                rx.ring.set_quiet(reach, true)?;
-            }
             return Ok(placed);
         }
         rx.ring.set_quiet(reach, false)?;
         rx.ring.look(reach)?;
         frame::place(rx, reach, scratch)
+    }
+
+    /// A receive queue that has buffers needs no kick for more.
+    fn hush(&self, rx: &Queue, work: &mut Work, reach: Reach<'_>) {
+        if self.suppress_kicks
+            && work.state == QueueState::Ready
+            && work.ring.has_waiting()
+            && let Err(error) = work.ring.set_quiet(reach, true)
+        {
+            self.fail(rx, work, error);
+        }
     }
 
     /// Publishes what a queue has used; if the guest wants to be interrupted, the vector is noted.
@@ -392,6 +405,7 @@ impl Nic {
             Ok(Placed::Done) => {
                 let mut fire = None;
                 self.finish(&rx, &mut work, reach, &mut fire);
+                self.hush(&rx, &mut work, reach);
                 drop(work);
                 stats::add(&self.counters.received, 1);
                 self.counters.served(self.clock.now());
