@@ -50,8 +50,8 @@ pub const WALK_BESIDE_DSA_PAGE: Duration = Duration::from_nanos(150);
 /// What the walker does besides for a page that is sent. Derived: in the first scenario it took 31
 /// and 89 ns more for every page of which half were sent; this is the mean, doubled.
 pub const WALK_SENT_PAGE: Duration = Duration::from_nanos(120);
-/// martlet's walk, done by the channel itself: chunks of 512 bits out of the bitmap, and a run and
-/// an address for the send. Assumed; 512 pages in 5 us.
+/// martlet's walk, done by the channel itself: chunks of 512 bits out of the bitmap, and runs and
+/// addresses for the send. Assumed; `ram::Scanner` itself takes less than 1 ns.
 pub const MARTLET_WALK_PAGE: Duration = Duration::from_nanos(10);
 
 /// CPU time of sending a page by TCP. Derived: in the first scenario with DSA the senders took 22832

@@ -59,7 +59,7 @@ pub fn picture(rows: &[Row]) -> String {
     devices.sort_unstable();
     devices.dedup();
     let panels = devices.iter().fold(0.0, |count, _| count + 1.0);
-    let (width, height) = (2.0 * PITCH.0 + 24.0, ORIGIN.1 + panels * PITCH.1);
+    let (width, height) = (2.0 * PITCH.0 + 24.0, ORIGIN.1 + panels * PITCH.1 - 36.0);
     let mut svg = String::new();
     let mut put = |text: String| {
         svg.push_str(&text);
