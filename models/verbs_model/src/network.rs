@@ -373,13 +373,13 @@ impl Network {
         }
         let end = &mut self.pairs[pair.0].ends[from.place()];
         if end.waiting.is_some_and(|waiting| waiting < number) {
-            // Dropped and sent again later, as the one before it is (IBA 9.7.5.2.8).
+            // Dropped and sent again later, as the one before it is (IBA 9.7.5.2).
             return end.held.push(segment);
         }
         let (key, at, length) = (Key(segment.key), segment.at, segment.length);
         let purpose = if segment.home.is_some() { Use::RemoteRead } else { Use::RemoteWrite };
         if length > 0 && !self.nics[peer.place()].regions.covers(key, at, length, purpose) {
-            // The peer's queue pair is taken down too (IBA 9.7.5.2.4).
+            // The peer's queue pair is taken down too (IBA 9.7.5.2).
             self.pairs[pair.0].ends[peer.place()].fail_oldest(Status::FLUSHED);
             return self.give_up(from, pair, number, Status::REMOTE_ACCESS);
         }

@@ -12,7 +12,7 @@ pub struct Params {
     /// What a packet takes on the wire besides. RoCE v2 over IPv4: preamble and gap 20, Ethernet
     /// 14 + 4, IP 20, UDP 8, BTH 12, ICRC 4 (IBA annex A17, IEEE 802.3).
     pub packet_overhead_bytes: u64,
-    /// What a request takes once: RETH 16 (IBA 9.3.1).
+    /// What a request takes once: RETH 16 (IBA 9.3).
     pub request_overhead_bytes: u64,
     /// From the one NIC's wire to the other NIC's memory, one way.
     pub latency: Duration,

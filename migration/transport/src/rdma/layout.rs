@@ -4,7 +4,9 @@ use super::failure::PeerFault;
 use super::work::QueueIndex;
 use martlet_ram::{REGIONS_MAX, RegionIndex};
 use martlet_units::PAGE_SIZE;
-use martlet_wire::rdma::{CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, UNIT_CHUNKS_MAX, WireSpan, ZeroRange};
+use martlet_wire::rdma::{
+    CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, QUEUES_MAX, UNIT_CHUNKS_MAX, WireSpan, ZeroRange,
+};
 
 /// Most units of a guest. Larger guests take larger chunks: 4 TiB by the MiB, 4 PiB by the GiB.
 pub const UNITS_MAX: u64 = 1 << 22;
@@ -95,6 +97,9 @@ pub enum LayoutError {
     /// Not a power of two, or too large.
     #[error("{0} chunks registered together, expected a power of two up to {UNIT_CHUNKS_MAX}")]
     Unit(u32),
+    /// No queue pair, or more than the protocol knows.
+    #[error("{0} RDMA queue pairs, expected 1 to {QUEUES_MAX}")]
+    Queues(u16),
     /// Too many units.
     #[error("{0} RDMA units, at most {UNITS_MAX}: take larger chunks")]
     Units(u64),

@@ -16,7 +16,9 @@ use super::work::{LocalKey, QueueIndex, Registered, RemoteKey, WorkCompletion, W
 use super::zero::ZeroLists;
 use martlet_ram::RegionIndex;
 use martlet_units::Instant;
-use martlet_wire::rdma::{Grant, Pinning, RDMA_VERSION, RdmaMessage, RoundEnd, SPANS_MAX, Terms};
+use martlet_wire::rdma::{
+    Grant, Pinning, QUEUES_MAX, RDMA_VERSION, RdmaMessage, RoundEnd, SPANS_MAX, Terms,
+};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -78,8 +80,17 @@ pub struct Source {
 
 impl Source {
     /// A source that offers its terms. `regions` are the lengths of guest memory in pages.
+    ///
+    /// # Panics
+    /// If the configuration leaves no slot, no registration or no message under way at all.
     pub fn new(regions: &[u64], config: SourceConfig, now: Instant) -> Result<Source, LayoutError> {
         let layout = Layout::new(regions, config.chunk_bytes, config.unit_chunks)?;
+        if !(1..=QUEUES_MAX).contains(&config.queues) {
+            return Err(LayoutError::Queues(config.queues));
+        }
+        let SourceConfig { slots_max, registrations_max, messages_waiting_max, .. } = config;
+        assert!(slots_max > 0 && registrations_max > 0 && messages_waiting_max > 0, "{config:?}");
+        assert!(config.unit_writes_max > 0, "{config:?}");
         let terms = Terms {
             version: RDMA_VERSION,
             queues: config.queues,

@@ -384,6 +384,15 @@ fn terms_can_be_lowered_but_not_changed() {
 }
 
 #[test]
+fn a_number_of_queue_pairs_that_can_not_be() {
+    for queues in [0, 65] {
+        let config = SourceConfig { queues, ..config() };
+        let refused = Source::new(&[MIB_PAGES], config, NOW).map(drop);
+        assert_eq!(refused, Err(LayoutError::Queues(queues)));
+    }
+}
+
+#[test]
 fn silence_and_stalls_end_it() {
     let mut rig = Rig::new(config());
     let mut now = NOW;
