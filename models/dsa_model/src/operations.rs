@@ -167,7 +167,11 @@ impl Run<'_> {
         self.pieces(&[at], |piece| {
             if different.is_none() {
                 self.read(at, piece, &mut page)?;
-                different = first_difference(&page, &turned(&pattern, piece.offset), piece);
+                different = if piece.offset.is_multiple_of(8) {
+                    first_difference(&page, &pattern, piece)
+                } else {
+                    first_difference(&page, &turned(&pattern, piece.offset), piece)
+                };
             }
             Ok(())
         })?;
