@@ -310,9 +310,10 @@ impl Destination {
         self.end_closing();
     }
 
-    /// A queue pair broke. A source that is alive notices by itself and says why.
-    pub fn on_queue_lost(&mut self, reason: impl Into<String>) {
-        self.fail(Failure::Closed(reason.into()));
+    /// A queue pair broke or was ended by the source. Pass on its completions first: a source that
+    /// has finished drops its queue pairs, and the last marker may still wait to be polled.
+    pub fn on_queue_lost(&mut self, queue: QueueIndex) {
+        self.fail(Failure::Flushed(queue));
     }
 
     /// The connection of the messages is lost.

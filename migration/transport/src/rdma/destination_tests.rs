@@ -206,6 +206,22 @@ fn markers_that_can_not_be() {
 }
 
 #[test]
+fn the_loss_of_a_queue_pair_is_told() {
+    let mut rig = Rig::new();
+    rig.destination.on_queue_lost(QueueIndex(1));
+    let actions = rig.take();
+    let told = |action: &_| matches!(action, DestinationAction::Send(RdmaMessage::Close { .. }));
+    assert!(actions.iter().any(told) && actions.contains(&DestinationAction::CloseQueues));
+    // Behind the last marker it is of no interest.
+    let mut rig = Rig::new();
+    rig.say(&end(0, true, 0));
+    rig.destination.on_marker(QueueIndex(0), 0);
+    rig.destination.on_marker(QueueIndex(1), 0);
+    rig.destination.on_queue_lost(QueueIndex(0));
+    assert_eq!(rig.destination.cause(), None);
+}
+
+#[test]
 fn zero_lists_are_bounded() {
     let mut rig = Rig::new();
     for sequence in 1..=8 {
