@@ -367,6 +367,22 @@ fn a_storm_of_another_user_does_not_keep_the_device_from_its_turn() {
 }
 
 #[test]
+fn after_a_command_without_an_answer_they_go_one_by_one_for_a_while() {
+    let mut rig = Rig::running(series(8), Options::MARTLET, 4, 0);
+    let fault = Fault::Lost { executed: false };
+    let at = Point::Class(Class::QueueSuspend);
+    rig.model.with_faults(|faults| *faults = FaultPlan::once(at, 2, fault));
+    let error = rig.suspend().unwrap_err();
+    assert!(matches!(error, VdpaError::Timeout { waited_ms: 20, .. }), "{error}");
+    rig.assert_frames_flow();
+    let serial = rig.time(|rig| rig.suspend().unwrap()).1;
+    rig.resume().unwrap();
+    rig.pass(Duration::from_secs(11));
+    let batched = rig.time(|rig| rig.suspend().unwrap()).1;
+    assert!(serial > ms(6.0) && batched < ms(1.5), "{serial:?} {batched:?}");
+}
+
+#[test]
 fn without_room_for_more_keys_the_old_map_stays() {
     let mut rig = Rig::running(ModelConfig::default(), Options::MARTLET, 2, 0);
     rig.assert_frames_flow();

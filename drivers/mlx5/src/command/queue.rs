@@ -64,6 +64,8 @@ pub struct CommandQueue {
     is_gone: bool,
     /// Creations of which nobody knows whether they have made something, or under which number.
     doubtful: u64,
+    /// A command was not answered in time.
+    has_given_up: bool,
 }
 
 #[derive(Debug)]
@@ -134,6 +136,7 @@ impl CommandQueue {
             stats: QueueStats::default(),
             is_gone: false,
             doubtful: 0,
+            has_given_up: false,
         }))
     }
 
@@ -419,6 +422,11 @@ impl CommandQueue {
         true
     }
 
+    /// Whether a command was given up since the last call.
+    pub fn take_given_up(&mut self) -> bool {
+        std::mem::take(&mut self.has_given_up)
+    }
+
     /// The device is gone: every command ends, and no more are taken. Slots stay in quarantine,
     /// since nobody knows what still writes to them.
     pub fn on_gone(&mut self, now: Instant) {
@@ -435,6 +443,7 @@ impl CommandQueue {
         self.change(index, SlotEvent::GiveUp);
         let posted = self.slots[index].command.as_ref().expect("a posted slot has a command");
         let (id, user, opcode) = (posted.id, posted.user, posted.opcode);
+        self.has_given_up = true;
         self.doubtful += u64::from(opcode.is_create());
         let stats = self.stats.opcodes.entry(opcode).or_default();
         stats.timed_out += 1;

@@ -98,7 +98,7 @@ impl Mlx5Device {
         control.queues.log = to;
         let mut batch = Batch::new(BatchOptions {
             user: users::QUEUES,
-            window: self.firmware.options().queues.window(),
+            window: self.firmware.careful(self.firmware.options().queues).window(),
             deadline: self.firmware.options().deadlines.queues,
             on_failure: OnFailure::GoOn,
         });

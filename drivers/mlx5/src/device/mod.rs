@@ -176,6 +176,17 @@ impl Control {
         }
     }
 
+    /// Whether a guest is leaving or arriving: its pages are logged, or the device stands.
+    fn is_in_switchover(&self) -> bool {
+        match self.state {
+            DeviceState::Prepared
+            | DeviceState::Suspending
+            | DeviceState::Suspended
+            | DeviceState::Resuming => true,
+            DeviceState::Idle | DeviceState::Running => self.queues.log.is_some(),
+        }
+    }
+
     fn wrong_state(&self, action: &'static str) -> VdpaError {
         let reason = format!("the device is {}", self.state.name());
         VdpaError::Invalid { action, reason }

@@ -212,18 +212,28 @@ impl VdpaDevice for Mlx5Device {
             // Who holds it moves everything on.
             Err(TryLockError::WouldBlock) => return Some(self.firmware.now().after(LAZY_EVERY)),
         };
-        // Nothing lazy while a switchover goes on.
         if control.operation.is_some() {
             return until;
         }
         self.service_late_changes(&mut control);
         self.service_link(&mut control);
+        // To unpin a piece takes long. A guest that leaves or arrives shall not wait for it.
+        if control.is_in_switchover() {
+            let later = self.firmware.now().after(LAZY_EVERY);
+            return until.into_iter().chain([later]).min();
+        }
         until = until.into_iter().chain(self.service_keys(&mut control)).min();
         if control.queues.drop_orphans(&self.firmware) > 0 {
             until = until.into_iter().chain([self.firmware.now().after(LAZY_EVERY)]).min();
         }
         control.queues.drop_retired(&self.firmware);
         until
+    }
+
+    /// By interrupts for used buffers: what hardware tells. Guests that poll ask for none.
+    fn frame_times(&self) -> (Option<Instant>, Option<Instant>) {
+        let (first, last) = self.guest.frames_ns();
+        (first.map(Instant), last.map(Instant))
     }
 
     fn counters(&self) -> Counters {

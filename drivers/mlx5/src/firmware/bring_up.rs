@@ -272,9 +272,10 @@ impl Firmware {
             call(*opcode, *object);
         }
         if let Some(eqn) = self.event_queue() {
-            call(Opcode::DESTROY_EQ, u32::from(eqn));
-            // Without its queue no event comes any more: answers are looked for.
+            // Without its queue no event comes any more, not even this command's own: answers are
+            // looked for from here on.
             self.set_events(None);
+            call(Opcode::DESTROY_EQ, u32::from(eqn));
         }
         // Of a function that was not started yet there is nothing to tear down.
         let torn = call(Opcode::TEARDOWN_HCA, 0);

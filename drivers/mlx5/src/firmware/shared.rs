@@ -7,7 +7,7 @@ use crate::batch::{Batch, BatchOptions, OnFailure};
 use crate::command::{
     CommandError, CommandQueue, Detection, LateCompletion, Output, QueueStats, Request, UserId,
 };
-use crate::options::Options;
+use crate::options::{Options, Pace};
 use martlet_device_io::{Dma, Registers, Waiter};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::init_segment::{COMMAND_DOORBELL, FW_REV, GONE};
@@ -35,6 +35,12 @@ pub mod users {
 /// the same device; that thread moves our commands on, but can't wake us.
 const WAIT_SLICE: Duration = Duration::from_micros(100);
 
+/// How long after a command that was not answered no two are issued at a time. Firmware
+/// 22.41.1000 hangs when it gets several changes of virtqueues at once (mail to "vdpa/mlx5:
+/// Parallelize device suspend/resume", 2024); a driver can't tell it from others, but a second
+/// attempt, one command after the other, succeeds.
+const CAUTION: Duration = Duration::from_secs(10);
+
 /// The firmware of one function. Shared.
 pub struct Firmware {
     registers: Arc<dyn Registers>,
@@ -43,6 +49,8 @@ pub struct Firmware {
     options: Options,
     state: Mutex<State>,
     link_events: AtomicU64,
+    /// Until when batches are series.
+    cautious_until: AtomicU64,
 }
 
 struct State {
@@ -84,13 +92,27 @@ impl Firmware {
             cleanup: Cleanup::new(options.deadlines.setup),
             unknown_events: 0,
         };
-        let link_events = AtomicU64::new(0);
-        Firmware { registers, dma, waiter, options, state: Mutex::new(state), link_events }
+        Firmware {
+            registers,
+            dma,
+            waiter,
+            options,
+            state: Mutex::new(state),
+            link_events: AtomicU64::new(0),
+            cautious_until: AtomicU64::new(0),
+        }
     }
 
     /// What the device is driven with.
     pub fn options(&self) -> &Options {
         &self.options
+    }
+
+    /// The pace for commands about virtqueues: as wanted, but one after the other for a while after
+    /// one was not answered.
+    pub(crate) fn careful(&self, pace: Pace) -> Pace {
+        let is_cautious = self.now().0 < self.cautious_until.load(Ordering::Acquire);
+        if is_cautious { Pace::Serial } else { pace }
     }
 
     /// The device's registers.
@@ -236,6 +258,9 @@ impl Firmware {
             state.queue.on_poll(now);
         }
         let overdue = state.queue.on_timeout(now);
+        if state.queue.take_given_up() {
+            self.cautious_until.store(now.after(CAUTION).0, Ordering::Release);
+        }
         if (overdue || failed) && !state.queue.is_gone() && self.looks_gone() {
             tracing::warn!("an mlx5 device does not answer any more: it is gone");
             state.queue.on_gone(now);

@@ -162,7 +162,7 @@ pub(crate) fn is_destroyed(result: &Result<crate::command::Output, CommandError>
 pub(crate) fn batch(firmware: &Firmware, pace: Pace, on_failure: OnFailure) -> Batch {
     Batch::new(BatchOptions {
         user: users::QUEUES,
-        window: pace.window(),
+        window: firmware.careful(pace).window(),
         deadline: firmware.options().deadlines.queues,
         on_failure,
     })

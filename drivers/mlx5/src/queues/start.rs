@@ -99,18 +99,16 @@ impl Starting {
         loop {
             let stage = std::mem::replace(&mut self.stage, Stage::Over);
             self.stage = match stage {
-                Stage::Begin => {
-                    self.open_running(queues, gates);
-                    self.ask(firmware, queues)
-                }
+                Stage::Begin => self.ask(firmware, queues),
                 Stage::Ask { mut batch, which } => {
                     if !firmware.poll(&mut batch) {
                         self.stage = Stage::Ask { batch, which };
                         return None;
                     }
                     for (index, result) in which.iter().zip(batch.results()) {
-                        told(queues, gates, *index, result);
+                        found(queues, *index, result);
                     }
+                    self.open_running(queues, gates);
                     self.remake = self.to_remake(queues);
                     self.table_out(firmware, queues)
                 }
@@ -224,11 +222,12 @@ impl Starting {
     }
 
     /// Queues that run already, because they could not be stopped: kicks reach them again.
-    fn open_running(&self, queues: &Queues, gates: &impl Gates) {
-        let runs = |index: &&usize| {
-            queues.object(**index).is_some_and(|object| object.state == ObjectState::Ready)
-        };
-        self.queues.iter().filter(runs).for_each(|index| gates.open(*index));
+    fn open_running(&self, queues: &mut Queues, gates: &impl Gates) {
+        for index in self.queues.iter().copied() {
+            if queues.object(index).is_some_and(|object| object.state == ObjectState::Ready) {
+                runs(queues, gates, index);
+            }
+        }
     }
 
     /// Queues whose objects are missing, or can't be changed to what is wanted.
@@ -464,9 +463,9 @@ impl Starting {
         let mut again = Vec::new();
         for ((index, error), result) in failed.into_iter().zip(results) {
             let wanted = queues.wanted(index);
+            found(queues, index, result);
             let Some(object) = queues.object_mut(index) else { continue };
-            let found = result.as_ref().ok().and_then(|output| object.found(output).ok());
-            if object.state == ObjectState::Ready && found.is_some() {
+            if object.state == ObjectState::Ready {
                 // It has started after all, or it never stood.
                 if let Some((fields, hold)) = wanted {
                     object.has_fields(&fields, Some(hold));
@@ -474,8 +473,8 @@ impl Starting {
                 runs(queues, gates, index);
                 continue;
             }
-            // What it stands at is known if nothing else moved it.
-            let known = queues.list[index].at.is_some();
+            // One that may run yet must not be made anew: where it is by now nobody knows.
+            let known = object.state != ObjectState::Unknown && queues.list[index].at.is_some();
             if known && !self.second && !firmware.is_gone() {
                 again.push(index);
             } else {
@@ -530,22 +529,16 @@ pub(super) fn destroyed(queues: &mut Queues, index: usize, result: &Result<Outpu
     }
 }
 
-/// What a queue was asked for that was unclear.
-fn told(
-    queues: &mut Queues,
-    gates: &impl Gates,
-    index: usize,
-    result: &Result<Output, CommandError>,
-) {
+/// Takes what a queue says of which something is unclear.
+fn found(queues: &mut Queues, index: usize, result: &Result<Output, CommandError>) {
     let Some(object) = queues.object_mut(index) else { return };
-    let found = result.as_ref().ok().and_then(|output| object.found(output).ok());
-    match found {
-        Some(Some(at)) => {
-            // What the VMM or an earlier query said counts more.
-            queues.list[index].at.get_or_insert(at);
-        }
-        Some(None) if object.state == ObjectState::Ready => runs(queues, gates, index),
-        Some(None) | None => {}
+    let was_unknown = object.state == ObjectState::Unknown;
+    let found = result.as_ref().ok().and_then(|output| object.found(output).ok()).flatten();
+    let has_run = was_unknown && object.state == ObjectState::Broken;
+    if let Some(found) = found {
+        let at = &mut queues.list[index].at;
+        // If it has never run, what the VMM or an earlier query said counts more.
+        *at = if has_run { Some(found) } else { at.or(Some(found)) };
     }
 }
 
