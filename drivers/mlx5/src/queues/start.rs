@@ -97,94 +97,92 @@ impl Starting {
         gates: &impl Gates,
     ) -> Option<Faults> {
         loop {
+            if !self.poll_batch(firmware, queues, gates) {
+                return None;
+            }
+            if let Stage::Over = self.stage {
+                return Some(std::mem::take(&mut self.faults));
+            }
             let stage = std::mem::replace(&mut self.stage, Stage::Over);
-            self.stage = match stage {
-                Stage::Begin => self.ask(firmware, queues),
-                Stage::Ask { mut batch, which } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Ask { batch, which };
-                        return None;
-                    }
-                    for (index, result) in which.iter().zip(batch.results()) {
-                        found(queues, *index, result);
-                    }
-                    self.open_running(queues, gates);
-                    self.remake = self.to_remake(queues);
-                    self.table_out(firmware, queues)
-                }
-                Stage::Table { mut batch, step, receivers, tries, then } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Table { batch, step, receivers, tries, then };
-                        return None;
-                    }
-                    let error = batch
-                        .result(0)
-                        .and_then(|result| queues.table_answer(step, &receivers, result).err());
-                    match (error, then) {
-                        (Some(_), then) if tries < TABLE_TRIES_MAX => {
-                            self.table(firmware, queues, receivers, tries + 1, then)
-                        }
-                        (error, then) => {
-                            error.into_iter().for_each(|error| self.faults.add_general(error));
-                            self.after_table(firmware, queues, then)
-                        }
+            self.stage = self.after(stage, firmware, queues, gates);
+        }
+    }
+
+    /// Moves the stage's batch on. Whether it is done.
+    fn poll_batch(&mut self, firmware: &Firmware, queues: &mut Queues, gates: &impl Gates) -> bool {
+        match &mut self.stage {
+            Stage::Begin | Stage::Over => true,
+            Stage::Ask { batch, .. }
+            | Stage::Table { batch, .. }
+            | Stage::Destroy { batch }
+            | Stage::Supply { batch, .. }
+            | Stage::Create { batch, .. }
+            | Stage::Look { batch, .. } => firmware.poll(batch),
+            Stage::Ready { batch, items, failed } => {
+                let done = firmware.poll(batch);
+                // At once, not when all are done: guests wait.
+                while let Some(number) = batch.poll_item() {
+                    if let (Some(item), Some(result)) = (items.get(number), batch.result(number)) {
+                        failed.extend(readied(queues, gates, item.clone(), result));
                     }
                 }
-                Stage::Destroy { mut batch } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Destroy { batch };
-                        return None;
-                    }
-                    let gone = queues.with_object(&self.remake);
-                    let mut results = batch.results();
-                    let mut answers = Vec::new();
-                    answers.extend(gone.into_iter().zip(results.by_ref()));
-                    queues.orphans.retain(|_| !results.next().is_some_and(is_destroyed));
-                    for (index, result) in answers {
-                        destroyed(queues, index, result);
-                    }
-                    self.supply(firmware, queues)
+                done
+            }
+        }
+    }
+
+    /// Takes the answers of a stage that is done, and begins the next one.
+    fn after(
+        &mut self,
+        stage: Stage,
+        firmware: &Firmware,
+        queues: &mut Queues,
+        gates: &impl Gates,
+    ) -> Stage {
+        match stage {
+            Stage::Begin => self.ask(firmware, queues),
+            Stage::Ask { batch, which } => {
+                for (index, result) in which.iter().zip(batch.results()) {
+                    found(queues, *index, result);
                 }
-                Stage::Supply { mut batch, plan, counters } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Supply { batch, plan, counters };
-                        return None;
-                    }
-                    self.create(firmware, queues, &batch, plan, &counters)
+                self.open_running(queues, gates);
+                self.remake = self.to_remake(queues);
+                self.table_out(firmware, queues)
+            }
+            Stage::Table { batch, step, receivers, tries, then } => {
+                let answer = |result| queues.table_answer(step, &receivers, result).err();
+                let error = batch.result(0).and_then(answer);
+                if error.is_some() && tries < TABLE_TRIES_MAX {
+                    return self.table(firmware, queues, receivers, tries + 1, then);
                 }
-                Stage::Create { mut batch, made } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Create { batch, made };
-                        return None;
-                    }
-                    for (made, result) in made.into_iter().zip(batch.results()) {
-                        self.created(queues, made, result);
-                    }
-                    self.ready(firmware, queues)
+                error.into_iter().for_each(|error| self.faults.add_general(error));
+                self.after_table(firmware, queues, then)
+            }
+            Stage::Destroy { batch } => {
+                let gone = queues.with_object(&self.remake);
+                let mut results = batch.into_results().into_iter();
+                let answers: Vec<_> = gone.into_iter().zip(results.by_ref()).collect();
+                queues.orphans.retain(|_| !results.next().as_ref().is_some_and(is_destroyed));
+                for (index, result) in answers {
+                    destroyed(queues, index, &result);
                 }
-                Stage::Ready { mut batch, items, mut failed } => {
-                    let done = firmware.poll(&mut batch);
-                    while let Some(item) = batch.poll_item() {
-                        if let (Some(item), Some(result)) = (items.get(item), batch.result(item)) {
-                            failed.extend(readied(queues, gates, item.clone(), result));
-                        }
-                    }
-                    if !done {
-                        self.stage = Stage::Ready { batch, items, failed };
-                        return None;
-                    }
-                    self.look(firmware, queues, failed)
+                self.supply(firmware, queues)
+            }
+            Stage::Supply { batch, plan, counters } => {
+                self.create(firmware, queues, &batch, plan, &counters)
+            }
+            Stage::Create { batch, made } => {
+                for (made, result) in made.into_iter().zip(batch.results()) {
+                    self.created(queues, made, result);
                 }
-                Stage::Look { mut batch, failed } => {
-                    if !firmware.poll(&mut batch) {
-                        self.stage = Stage::Look { batch, failed };
-                        return None;
-                    }
-                    let results: Vec<_> = batch.into_results();
-                    self.looked(firmware, queues, gates, failed, &results)
-                }
-                Stage::Over => return Some(std::mem::take(&mut self.faults)),
-            };
+                self.ready(firmware, queues)
+            }
+            Stage::Ready { failed, .. } => self.look(firmware, queues, failed),
+            Stage::Look { batch, failed } => {
+                let results = batch.into_results();
+                self.looked(firmware, queues, gates, failed, &results)
+            }
+            Stage::Over => Stage::Over,
         }
     }
 
