@@ -343,6 +343,12 @@ impl Source {
         }
     }
 
+    /// A queue pair broke or was ended by the destination. Pass on its completions first. In the last
+    /// round that is how the end looks where it is heard of before the destination's word.
+    pub fn on_queue_lost(&mut self, now: Instant, queue: QueueIndex) {
+        self.fail(now, Failure::Flushed(queue));
+    }
+
     /// All queue pairs of this side are closed and all their completions were passed on.
     pub fn on_queues_closed(&mut self) {
         if let Some(closing) = &mut self.closing {

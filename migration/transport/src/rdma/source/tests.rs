@@ -273,7 +273,7 @@ fn a_lost_acknowledgement_of_the_last_marker_is_no_failure() {
         rig.take();
         assert_eq!(rig.posts().len(), 2);
         if failed_first {
-            rig.complete(0, 0, WorkStatus(12));
+            rig.source.on_queue_lost(NOW, QueueIndex(0));
             rig.source.on_queues_closed();
             rig.said.clear();
         }
