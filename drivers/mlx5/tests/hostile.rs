@@ -59,7 +59,7 @@ impl Malice {
             2 => (entry + 32, [value.to_le_bytes(), self.draw().to_le_bytes()].concat()),
             // Anything anywhere: mailboxes, events, rings, logs.
             _ => {
-                let at = (1 << 32) + (self.draw() % (48 << 20) & !7);
+                let at = (1 << 32) + ((self.draw() % (48 << 20)) & !7);
                 let bytes = (0..16).flat_map(|_| self.draw().to_le_bytes()).collect();
                 (at, bytes)
             }
