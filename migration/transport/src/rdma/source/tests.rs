@@ -274,6 +274,7 @@ fn a_lost_acknowledgement_of_the_last_marker_is_no_failure() {
         assert_eq!(rig.posts().len(), 2);
         if failed_first {
             rig.source.on_queue_lost(NOW, QueueIndex(0));
+            rig.take();
             rig.source.on_queues_closed();
             rig.said.clear();
         }
