@@ -170,4 +170,9 @@ impl VdpaDevice for Card {
             last_frame_ns: stats.last_frame.map(|moment| moment.0),
         }
     }
+
+    fn frame_times(&self) -> (Option<Instant>, Option<Instant>) {
+        let stats = self.model.stats();
+        (stats.first_frame, stats.last_frame)
+    }
 }

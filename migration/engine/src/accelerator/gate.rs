@@ -2,7 +2,7 @@
 
 use martlet_dsa::{Ask, Gate, Grant, Latency, Outcome, Tokens};
 use martlet_policy::admission::{
-    self, Admission, AdmissionConfig, Decision, DeviceProfile, OffloadPolicy, Request,
+    self, Admission, AdmissionConfig, Decision, DeviceProfile, OffloadPolicy, Part, Request,
 };
 use martlet_units::Instant;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,8 +12,8 @@ use std::time::Duration;
 /// what is outstanding.
 pub struct PolicyGate {
     admission: Mutex<State>,
-    /// The number of each queue's device, as other processes know it.
-    devices: Vec<u16>,
+    /// Each queue's device: its number, as other processes know it, and what is known of it.
+    devices: Vec<(u16, DeviceProfile)>,
     tokens: Option<Tokens>,
 }
 
@@ -36,13 +36,27 @@ impl PolicyGate {
         let others = vec![0; queues.len()];
         PolicyGate {
             admission: Mutex::new(State { admission, others }),
-            devices: queues.iter().map(|(device, _)| *device).collect(),
+            devices: queues.to_vec(),
             tokens,
         }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.admission.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the host's other processes what a queue's device has of this one, and for how long.
+    fn publish(&self, now: Instant, state: &State, queue: usize) {
+        let (Some(tokens), Some((device, profile))) = (&self.tokens, self.devices.get(queue))
+        else {
+            return;
+        };
+        let queues = self.devices.iter().enumerate().filter(|(_, (other, _))| other == device);
+        let pages: u64 = queues.map(|(queue, _)| state.admission.backlog(now, queue)).sum();
+        let waiting = pages.saturating_add(state.others.get(queue).copied().unwrap_or(0));
+        let waiting = u32::try_from(waiting).unwrap_or(u32::MAX);
+        let time = profile.latency.saturating_add(profile.page_time.saturating_mul(waiting));
+        tokens.publish(*device, u32::try_from(pages).unwrap_or(u32::MAX), now.after(time));
     }
 }
 
@@ -51,29 +65,37 @@ impl Gate for PolicyGate {
         let mut state = self.state();
         let State { admission, others } = &mut *state;
         if let Some(tokens) = &self.tokens {
-            for (waiting, device) in others.iter_mut().zip(&self.devices) {
+            for (waiting, (device, _)) in others.iter_mut().zip(&self.devices) {
                 *waiting = tokens.others(now, *device);
             }
         }
-        let request = Request { pages: ask.pages, node: ask.node, channel: ask.channel };
-        match admission.decide(now, request, others) {
+        let Ask { pages, pages_min, has_pending, node, channel } = ask;
+        let request = Request { pages, node, channel };
+        let part = Part { pages_min, has_pending };
+        match admission.decide_part(now, request, part, others) {
             Decision::Cpu => None,
             Decision::Offload(admission::Grant { device, pages, ahead, at, tries }) => {
-                if let (Some(tokens), Some(number)) = (&self.tokens, self.devices.get(device)) {
-                    tokens.add(*number, pages);
-                }
+                self.publish(now, &state, device);
                 Some(Grant { queue: device, tries, pages, ahead, at })
             }
         }
     }
 
+    fn asks_again(&self) -> bool {
+        let state = self.state();
+        let adaptive = match state.admission.policy() {
+            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => true,
+            OffloadPolicy::CpuOnly | OffloadPolicy::Block | OffloadPolicy::CpuWhenFull => false,
+        };
+        adaptive && !state.admission.cpu_is_due()
+    }
+
     fn finish(&self, now: Instant, grant: Grant, outcome: Outcome) {
         let Grant { queue, tries, pages, ahead, at } = grant;
-        if let (Some(tokens), Some(number)) = (&self.tokens, self.devices.get(queue)) {
-            tokens.sub(*number, pages);
-        }
         let grant = admission::Grant { device: queue, pages, ahead, at, tries };
-        self.state().admission.finish(now, grant, to_policy(outcome));
+        let mut state = self.state();
+        state.admission.finish(now, grant, to_policy(outcome));
+        self.publish(now, &state, queue);
     }
 
     fn heard(&self, now: Instant, queue: usize) {

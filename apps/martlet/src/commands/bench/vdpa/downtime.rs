@@ -108,7 +108,7 @@ fn linux(queues: u16, memory: &Memory, options: Options) -> Result<Columns, Fail
     let begin = Instant::now();
     suspend(std::slice::from_ref(switched))?;
     switched.read_states()?;
-    switched.device.reset().map_err(told)?;
+    switched.device.reset().map_err(|e| told(&e))?;
     switched.start(&map)?;
     columns.begin = begin.elapsed();
     columns.begin_rest = SWITCH_REST;
@@ -116,7 +116,7 @@ fn linux(queues: u16, memory: &Memory, options: Options) -> Result<Columns, Fail
         let begin = Instant::now();
         suspend(std::slice::from_ref(rig))?;
         rig.read_states()?;
-        rig.device.reset().map_err(told)?;
+        rig.device.reset().map_err(|e| told(&e))?;
         columns.stop += begin.elapsed();
         columns.stop_rest += STOP_REST;
     }
@@ -153,8 +153,8 @@ fn martlet(
     let map = memory.map();
     for rig in &destination {
         rig.configure()?;
-        rig.device.set_map(&map).map_err(told)?;
-        rig.device.prepare().map_err(told)?;
+        rig.device.set_map(&map).map_err(|e| told(&e))?;
+        rig.device.prepare().map_err(|e| told(&e))?;
     }
     let mut begin = Duration::ZERO;
     for rig in &source {

@@ -102,7 +102,7 @@ pub(super) fn cards(
 impl Rig {
     /// Says what the guest's driver would say before its DRIVER_OK.
     pub(super) fn configure(&self) -> Result<(), Failure> {
-        self.device.set_features(feature::VERSION_1 | feature::NET_MQ).map_err(told)?;
+        self.device.set_features(feature::VERSION_1 | feature::NET_MQ).map_err(|e| told(&e))?;
         for index in 0..self.queues {
             let at = FIRST_QUEUE + u64::from(index) * QUEUE_ROOM;
             let config = QueueConfig {
@@ -111,7 +111,7 @@ impl Rig {
                 driver: Iova(at + (16 << 10)),
                 device: Iova(at + (32 << 10)),
             };
-            self.device.set_queue(QueueIndex(index), config).map_err(told)?;
+            self.device.set_queue(QueueIndex(index), config).map_err(|e| told(&e))?;
         }
         Ok(())
     }
@@ -119,19 +119,21 @@ impl Rig {
     /// Sets all queues going.
     pub(super) fn start(&self, map: &[MapRun]) -> Result<(), Failure> {
         self.configure()?;
-        self.device.set_map(map).map_err(told)?;
-        self.device.start().map_err(told)
+        self.device.set_map(map).map_err(|e| told(&e))?;
+        self.device.start().map_err(|e| told(&e))
     }
 
     /// Reads all queues' indices, as a VMM does after a suspend.
     pub(super) fn read_states(&self) -> Result<Vec<QueueState>, Failure> {
-        (0..self.queues).map(|q| self.device.queue_state(QueueIndex(q)).map_err(told)).collect()
+        (0..self.queues)
+            .map(|q| self.device.queue_state(QueueIndex(q)).map_err(|e| told(&e)))
+            .collect()
     }
 
     /// Says where the queues have come to elsewhere.
     pub(super) fn set_states(&self, states: &[QueueState]) -> Result<(), Failure> {
         for (index, state) in (0..).zip(states) {
-            self.device.set_queue_state(QueueIndex(index), *state).map_err(told)?;
+            self.device.set_queue_state(QueueIndex(index), *state).map_err(|e| told(&e))?;
         }
         Ok(())
     }
@@ -151,7 +153,7 @@ impl Rig {
 pub(super) fn suspend(rigs: &[Rig]) -> Result<Duration, Failure> {
     let begin = Instant::now();
     for rig in rigs {
-        rig.device.begin_suspend().map_err(told)?;
+        rig.device.begin_suspend().map_err(|e| told(&e))?;
     }
     wait(rigs, |device| device.poll_suspend())?;
     Ok(begin.elapsed())
@@ -161,7 +163,7 @@ pub(super) fn suspend(rigs: &[Rig]) -> Result<Duration, Failure> {
 pub(super) fn resume(rigs: &[Rig]) -> Result<Duration, Failure> {
     let begin = Instant::now();
     for rig in rigs {
-        rig.device.begin_resume().map_err(told)?;
+        rig.device.begin_resume().map_err(|e| told(&e))?;
     }
     wait(rigs, |device| device.poll_resume())?;
     Ok(begin.elapsed())
@@ -178,7 +180,7 @@ fn wait(
             None => true,
             Some(outcome) => {
                 if let Err(error) = outcome {
-                    result = Err(told(error));
+                    result = Err(told(&error));
                 }
                 false
             }
@@ -191,10 +193,10 @@ fn wait(
 /// How long a call takes.
 pub(super) fn timed<T>(call: impl FnOnce() -> Result<T, VdpaError>) -> Result<Duration, Failure> {
     let begin = Instant::now();
-    call().map_err(told)?;
+    call().map_err(|e| told(&e))?;
     Ok(begin.elapsed())
 }
 
-pub(super) fn told(error: VdpaError) -> Failure {
-    Failure::Failed(chain(&error))
+pub(super) fn told(error: &VdpaError) -> Failure {
+    Failure::Failed(chain(error))
 }
