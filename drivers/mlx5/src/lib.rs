@@ -9,6 +9,28 @@
 //! | [`command`] | the command queue: slots, mailboxes, permits, deadlines; no I/O |
 //! | [`firmware`] | bring-up, events, pages; shared by all who drive something on the function |
 //! | [`options`] | the switches |
+//!
+//! # A switchover
+//!
+//! ```text
+//! source                                          destination
+//!   log on: one command a queue                     prepare: queues made, run and suspended on an
+//!   |                                                        empty ring; keys built
+//!   begin_suspend: MODIFY to SUSPEND for all, each  |
+//!   |  followed by its QUERY; 16 at a time          |
+//!   poll_suspend: all stand, indices are known      |
+//!   take_dirty, queue_state: no command             set_queue_state: no command
+//!                                                   begin_resume: one MODIFY a queue carries rings,
+//!                                                   |  key, indices and the start; each queue is
+//!                                                   |  kicked when its own is done
+//!                                                   poll_resume: all run, the link is published
+//! ```
+//!
+//! # What is not here
+//!
+//! Frames are steered by the receive queue table alone. On hardware a TIR and a flow rule lead to
+//! that table, and transmit queues belong to a TIS (Linux `mlx5_vnet.c`, `create_tir`,
+//! `add_fwd_to_tir`, `create_tis`); neither is set up yet.
 #![cfg_attr(not(test), forbid(unsafe_code))]
 
 pub mod batch;

@@ -22,7 +22,7 @@ use martlet_vdpa::{Iova, QueueIndex, VdpaDevice, VdpaError};
 use rig::Rig;
 use rig::guest::Guest;
 use std::collections::BTreeSet;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const MODIFY: Opcode = Opcode::MODIFY_GENERAL_OBJECT;
@@ -380,6 +380,72 @@ fn after_a_command_without_an_answer_they_go_one_by_one_for_a_while() {
     rig.pass(Duration::from_secs(11));
     let batched = rig.time(|rig| rig.suspend().unwrap()).1;
     assert!(serial > ms(6.0) && batched < ms(1.5), "{serial:?} {batched:?}");
+}
+
+#[test]
+fn what_a_late_answer_has_made_is_destroyed() {
+    let rig = Rig::new(ModelConfig::default(), Options::MARTLET, 2, 0);
+    let at = Point::Class(Class::QueueCreate);
+    let late = Fault::Late(Duration::from_millis(30));
+    rig.model.with_faults(|faults| *faults = FaultPlan::once(at, 1, late));
+    let error = rig.device.start().unwrap_err();
+    assert!(matches!(error, VdpaError::Timeout { waited_ms: 20, .. }), "{error}");
+    rig.pass(Duration::from_millis(50));
+    assert_eq!(rig.model.stats().queues.len(), 0);
+    let stats = rig.device.firmware_stats();
+    assert_eq!((stats.cleaned_up, stats.commands.quarantined), (1, 0));
+    assert_eq!(stats.commands.of(Opcode::CREATE_GENERAL_OBJECT).late, 1);
+    rig.device.start().unwrap();
+}
+
+#[test]
+fn the_firmware_gets_pages_and_gives_them_back() {
+    let rig = Rig::running(ModelConfig::default(), Options::MARTLET, 1, 0);
+    let held = |rig: &Rig| {
+        let held = rig.device.firmware_stats().pages.held;
+        assert_eq!(u64::try_from(held).unwrap(), rig.model.stats().firmware_pages);
+        held
+    };
+    let before = held(&rig);
+    // More than a command can carry.
+    for (pages, after) in [(1300, before + 1300), (-1200, before + 100), (-100, before)] {
+        let fault = Fault::PageRequest(pages);
+        rig.model.with_faults(|faults| *faults = FaultPlan::once(Point::Any, 0, fault));
+        rig.suspend().unwrap();
+        rig.resume().unwrap();
+        rig.pass(ms(5.0));
+        assert_eq!(held(&rig), after);
+    }
+}
+
+/// A VMM has a thread that services the device and vCPUs that kick it, while a third switches.
+#[test]
+fn threads_don_t_hinder_each_other() {
+    let stage = Stage::new(SoftClock::real());
+    let rig = Rig::on(&stage, ModelConfig::default(), Options::MARTLET, Guest::new(2, 0));
+    let device = &rig.device;
+    device.start().unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let busy = |body: &(dyn Fn() + Sync)| {
+            while !over.load(Ordering::Relaxed) {
+                body();
+                std::thread::yield_now();
+            }
+        };
+        scope.spawn(move || busy(&|| _ = device.service()));
+        scope.spawn(move || busy(&|| (0..4).for_each(|queue| device.kick(QueueIndex(queue)))));
+        scope.spawn(move || busy(&|| _ = device.counters()));
+        for _ in 0..30 {
+            rig.suspend().unwrap();
+            device.set_map(&rig.map()).unwrap();
+            rig.resume().unwrap();
+            device.set_queue_pairs(1).unwrap();
+            device.set_queue_pairs(2).unwrap();
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(device.state(), DeviceState::Running);
 }
 
 #[test]
