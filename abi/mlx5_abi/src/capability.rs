@@ -137,7 +137,9 @@ pub struct VirtioCapabilities {
     /// Low 5 bits: log2 of the bytes of all doorbells. Bits 7:5: whether the remaining fields, the
     /// addresses and the indices of a virtqueue may be modified.
     pub log_doorbell_bar_size: u8,
-    /// Where in BAR 0 the virtqueues' doorbells begin.
+    /// Where in BAR 0 the virtqueues' doorbells begin. Each is a u32, `doorbell_stride_index`
+    /// strides further on; what is written there is the number of the queue, little-endian as
+    /// virtio's notifications are (DPDK `mlx5_vdpa_virtq.c`, `mlx5_vdpa_virtq_kick`).
     pub doorbell_bar_offset: U64,
     /// Not used here.
     pub max_emulated_devices: u8,

@@ -8,7 +8,7 @@ mod rig;
 use martlet_device_io::{BusAddress, BusMemory, Dma, Registers, Waiter};
 use martlet_mlx5::options::{Deadlines, Options};
 use martlet_mlx5::{Mlx5Device, Platform};
-use martlet_mlx5_model::{Model, ModelConfig};
+use martlet_mlx5_model::{Latencies, Model, ModelConfig};
 use martlet_soft_bus::{Addressing, Seat, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use martlet_vdpa::virtio::feature;
@@ -130,7 +130,11 @@ fn wait(seat: &Seat, what: &str, poll: impl Fn() -> bool) {
 fn run(seed: u64, rarity: u64, calls: &[u8]) {
     let stage = Stage::new(SoftClock::virtual_from(Instant(1_000_000)));
     let bus = SoftBus::new(Addressing::Iommu);
-    let config = ModelConfig { queues: 8, ..ModelConfig::default() };
+    // With time between a command and its answer, or without.
+    let takes_time = seed.is_multiple_of(2);
+    let latencies =
+        if takes_time { Latencies::connectx6dx_from_series() } else { Latencies::zero() };
+    let config = ModelConfig { queues: 8, latencies, ..ModelConfig::default() };
     let model = Model::new(config, Arc::clone(&bus) as _, stage.clock());
     let seat = stage.seat(Arc::clone(&model) as _);
     let malice = Arc::new(Malice {
@@ -148,7 +152,7 @@ fn run(seed: u64, rarity: u64, calls: &[u8]) {
         vectors: model.vectors(),
     };
     let ms = Duration::from_millis;
-    let deadlines = Deadlines { queues: ms(2), memory: ms(4), setup: ms(8) };
+    let deadlines = Deadlines { queues: ms(3), memory: ms(4), setup: ms(8) };
     let options = Options { deadlines, ..Options::MARTLET };
     let Ok(device) = Mlx5Device::open(platform, options) else { return };
     let guest = Guest::new(2, 0);
@@ -170,12 +174,13 @@ fn run(seed: u64, rarity: u64, calls: &[u8]) {
             3 => drop(device.prepare()),
             4 => drop(device.start()),
             5 => {
-                if device.begin_suspend().is_ok() {
+                // Or it is left alone, and something else comes.
+                if device.begin_suspend().is_ok() && call & 0x20 == 0 {
                     wait(&seat, "suspend", || device.poll_suspend().is_some());
                 }
             }
             6 => {
-                if device.begin_resume().is_ok() {
+                if device.begin_resume().is_ok() && call & 0x20 == 0 {
                     wait(&seat, "resume", || device.poll_resume().is_some());
                 }
             }

@@ -236,6 +236,7 @@ impl VdpaDevice for Mlx5Device {
         (first.map(Instant), last.map(Instant))
     }
 
+    /// By the queues' own counters, one query each. What was dropped the device does not tell.
     fn counters(&self) -> Counters {
         let control = self.lock();
         let mut counters = Counters::default();
