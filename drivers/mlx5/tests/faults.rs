@@ -21,7 +21,7 @@ use martlet_mlx5::Options;
 use martlet_mlx5::options::Deadlines;
 use martlet_mlx5::queues::DeviceState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
-use martlet_mlx5_model::{Fault, ModelConfig, Point};
+use martlet_mlx5_model::{Fault, Latencies, ModelConfig, Point};
 use martlet_vdpa::{QueueIndex, VdpaDevice, VdpaError};
 use rig::Rig;
 use std::time::Duration;
@@ -59,9 +59,22 @@ fn faults() -> Vec<Fault> {
     ]
 }
 
+/// How long the firmware takes.
+#[derive(Clone, Copy, Debug)]
+enum Time {
+    /// No time at all: answers come before anything else happens.
+    None,
+    /// As long as the series measured: many commands are out at a time.
+    Series,
+}
+
 /// A device that is about to do what is tested.
-fn begin(name: &str, resumable: bool) -> Rig {
-    let config = ModelConfig { queues: 8, resumable, ..ModelConfig::default() };
+fn begin(name: &str, resumable: bool, time: Time) -> Rig {
+    let latencies = match time {
+        Time::None => Latencies::zero(),
+        Time::Series => Latencies::connectx6dx_from_series(),
+    };
+    let config = ModelConfig { queues: 8, resumable, latencies, ..ModelConfig::default() };
     // Deadlines that are short in the test's own time as well.
     let ms = Duration::from_millis;
     let deadlines = Deadlines { queues: ms(20), memory: ms(100), setup: ms(150) };
@@ -171,8 +184,8 @@ fn gone(rig: Rig) {
     drop(rig.device);
 }
 
-fn one(name: &str, fault: Fault, command: u64, resumable: bool) -> bool {
-    let mut rig = begin(name, resumable);
+fn one(name: &str, fault: Fault, command: u64, resumable: bool, time: Time) -> bool {
+    let mut rig = begin(name, resumable, time);
     rig.model.with_faults(|faults| *faults = FaultPlan::once(Point::Any, command, fault));
     let outcome = act(name, &mut rig);
     let struck = rig.model.with_faults(|faults| {
@@ -217,12 +230,12 @@ fn check_all_works(rig: &mut Rig) {
 }
 
 /// Every fault at every command, as long as the command is reached.
-fn exhaust(name: &'static str, resumable: bool) {
+fn exhaust(name: &'static str, resumable: bool, time: Time) {
     let mut cases = 0;
     for fault in faults() {
         for command in 0.. {
-            let what = format!("{name}: {fault:?} at command {command}, resumable: {resumable}");
-            let run = std::panic::AssertUnwindSafe(|| one(name, fault, command, resumable));
+            let what = format!("{name}: {fault:?} at {command}, {time:?}, resumable: {resumable}");
+            let run = std::panic::AssertUnwindSafe(|| one(name, fault, command, resumable, time));
             match std::panic::catch_unwind(run) {
                 Ok(true) => cases += 1,
                 Ok(false) => break,
@@ -237,28 +250,36 @@ fn exhaust(name: &'static str, resumable: bool) {
 }
 
 macro_rules! operations {
-    ($($test:ident: $name:literal, $resumable:literal;)*) => {
+    ($($test:ident: $name:literal, $resumable:literal, $time:ident;)*) => {
         $(
             #[test]
             fn $test() {
-                exhaust($name, $resumable);
+                exhaust($name, $resumable, Time::$time);
             }
         )*
     };
 }
 
 operations! {
-    suspend: "suspend", true;
-    suspend_without_resume: "suspend", false;
-    resume: "resume", true;
-    resume_without_resume: "resume", false;
-    arrive: "arrive", true;
-    arrive_without_resume: "arrive", false;
-    set_map: "set_map", true;
-    set_map_without_resume: "set_map", false;
-    shrink: "shrink", true;
-    grow: "grow", true;
-    start: "start", true;
-    prepare: "prepare", true;
-    log: "log", true;
+    suspend: "suspend", true, None;
+    suspend_without_resume: "suspend", false, None;
+    resume: "resume", true, None;
+    resume_without_resume: "resume", false, None;
+    arrive: "arrive", true, None;
+    arrive_without_resume: "arrive", false, None;
+    set_map: "set_map", true, None;
+    set_map_without_resume: "set_map", false, None;
+    shrink: "shrink", true, None;
+    grow: "grow", true, None;
+    start: "start", true, None;
+    prepare: "prepare", true, None;
+    log: "log", true, None;
+    suspend_in_time: "suspend", true, Series;
+    suspend_without_resume_in_time: "suspend", false, Series;
+    resume_in_time: "resume", true, Series;
+    resume_without_resume_in_time: "resume", false, Series;
+    arrive_in_time: "arrive", true, Series;
+    set_map_in_time: "set_map", true, Series;
+    grow_in_time: "grow", true, Series;
+    start_in_time: "start", true, Series;
 }
