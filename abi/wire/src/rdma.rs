@@ -26,6 +26,7 @@
 //! | 11 | `Heartbeat` | both | the sender's clock in ns (8) |
 //! | 12 | `Close` | both | why, UTF-8 |
 //! | 13 | `Revoked` | destination | rounds that arrived (4), reserved (4) |
+//! | 14 | `Door` | destination | provider (2), port (2), reserved (4) |
 //!
 //! Whether a span or a range is inside the guest is checked by who knows the guest; everything
 //! that can be checked without is checked here, before anything is allocated.
@@ -189,6 +190,28 @@ pub enum RdmaMessage {
         /// How many rounds arrived in full.
         rounds: u32,
     },
+    /// Destination, before anything else: where queue pairs are let in.
+    Door(Door),
+}
+
+/// Where a destination lets queue pairs in: at the address of the connection of these messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Door {
+    /// By which kind of device; both sides need the same.
+    pub provider: WireProvider,
+    /// The port of the connection manager; not 0.
+    pub port: u16,
+}
+
+/// A kind of RDMA device. Open: a later version may have more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WireProvider(pub u16);
+
+impl WireProvider {
+    /// The kernel's verbs.
+    pub const IBV: WireProvider = WireProvider(1);
+    /// In software, over TCP.
+    pub const SOFT: WireProvider = WireProvider(2);
 }
 
 /// What a queue pair shows in the private data of its connection request, so that it belongs to

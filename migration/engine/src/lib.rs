@@ -13,7 +13,9 @@ mod vmm;
 
 pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
 pub use destination::{ReceiveStatus, Receiver};
-pub use report::{Network, Outcome, PageCounts, Phases, Progress, Report, Side, Span, Status};
+pub use report::{
+    Network, Outcome, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+};
 pub use source::{MigrateOptions, Migration};
 pub use vmm::{
     DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, Paused, Rehearsal, RunState,

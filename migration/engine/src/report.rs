@@ -153,6 +153,17 @@ impl Network {
     }
 }
 
+/// How RDMA served a migration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RdmaUse {
+    /// Provider and device; `None` if it did not come to that.
+    pub device: Option<String>,
+    /// Why the rest went over the connection, if RDMA ended early. In one line.
+    pub fell_back: Option<String>,
+    /// Pages that were sent again for that.
+    pub pages_again: u64,
+}
+
 /// What was measured in one migration.
 #[derive(Clone, Debug)]
 pub struct Report {
@@ -185,6 +196,8 @@ pub struct Report {
     pub source_cpu: Duration,
     /// CPU time of the destination process meanwhile, if it said so.
     pub destination_cpu: Option<Duration>,
+    /// How RDMA served it, if it was asked for.
+    pub rdma: Option<RdmaUse>,
     /// What became of its network cards, if it has some.
     pub network: Option<Network>,
     /// What the guest said of itself when it left.
@@ -211,6 +224,7 @@ impl Report {
             channels: 0,
             source_cpu: Duration::ZERO,
             destination_cpu: None,
+            rdma: None,
             network: None,
             guest: None,
             memory_equal: None,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// `tcp:HOST:PORT` or `unix:PATH`.
+/// `tcp:HOST:PORT`, `rdma:HOST:PORT` or `unix:PATH`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A host name or address, and a port. IPv6 addresses stand in brackets.
@@ -14,13 +14,20 @@ pub enum Address {
         /// Port; 0 lets a listener choose.
         port: u16,
     },
+    /// As `Tcp`, but guest memory goes by RDMA: everything else, keys included, over TCP there.
+    Rdma {
+        /// Name or address, without brackets.
+        host: String,
+        /// Port of the TCP connections; 0 lets a listener choose.
+        port: u16,
+    },
     /// A socket in the file system.
     Unix(PathBuf),
 }
 
 /// Why a text is not an address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not an address: expected tcp:HOST:PORT or unix:PATH")]
+#[error("`{text}` is not an address: expected tcp:HOST:PORT, rdma:HOST:PORT or unix:PATH")]
 pub struct ParseAddressError {
     text: String,
 }
@@ -36,15 +43,9 @@ impl FromStr for Address {
             let fits = !path.is_empty() && path.len() <= UNIX_PATH_MAX && !path.contains('\0');
             fits.then(|| Address::Unix(PathBuf::from(path)))
         } else if let Some(rest) = text.strip_prefix("tcp:") {
-            rest.rsplit_once(':').and_then(|(host, port)| {
-                let host = match host.strip_prefix('[') {
-                    Some(inner) => inner.strip_suffix(']')?,
-                    None if host.contains(':') => return None,
-                    None => host,
-                };
-                let port = port.parse().ok()?;
-                (!host.is_empty()).then(|| Address::Tcp { host: host.to_owned(), port })
-            })
+            host_and_port(rest).map(|(host, port)| Address::Tcp { host, port })
+        } else if let Some(rest) = text.strip_prefix("rdma:") {
+            host_and_port(rest).map(|(host, port)| Address::Rdma { host, port })
         } else {
             None
         };
@@ -52,12 +53,40 @@ impl FromStr for Address {
     }
 }
 
+/// `HOST:PORT`, an IPv6 address in brackets.
+fn host_and_port(text: &str) -> Option<(String, u16)> {
+    let (host, port) = text.rsplit_once(':')?;
+    let host = match host.strip_prefix('[') {
+        Some(inner) => inner.strip_suffix(']')?,
+        None if host.contains(':') => return None,
+        None => host,
+    };
+    let port = port.parse().ok()?;
+    (!host.is_empty()).then(|| (host.to_owned(), port))
+}
+
+impl Address {
+    /// The same with another port; a path has none.
+    pub(crate) fn with_port(&self, port: u16) -> Address {
+        let mut address = self.clone();
+        if let Address::Tcp { port: old, .. } | Address::Rdma { port: old, .. } = &mut address {
+            *old = port;
+        }
+        address
+    }
+}
+
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Address::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
-            Address::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
-            Address::Unix(path) => write!(f, "unix:{}", path.display()),
+        let (scheme, host, port) = match self {
+            Address::Unix(path) => return write!(f, "unix:{}", path.display()),
+            Address::Tcp { host, port } => ("tcp", host, port),
+            Address::Rdma { host, port } => ("rdma", host, port),
+        };
+        if host.contains(':') {
+            write!(f, "{scheme}:[{host}]:{port}")
+        } else {
+            write!(f, "{scheme}:{host}:{port}")
         }
     }
 }
@@ -68,11 +97,27 @@ mod tests {
 
     #[test]
     fn addresses_read_as_they_are_written() {
-        for text in ["tcp:host:1", "tcp:10.0.0.1:65535", "tcp:[::1]:0", "unix:/run/m.sock"] {
+        for text in [
+            "tcp:host:1",
+            "tcp:10.0.0.1:65535",
+            "tcp:[::1]:0",
+            "rdma:host:1",
+            "rdma:[fd00::1]:4321",
+            "unix:/run/m.sock",
+        ] {
             assert_eq!(text.parse::<Address>().map(|a| a.to_string()), Ok(text.to_owned()));
         }
-        for bad in ["", "tcp:", "tcp:host", "tcp::1", "tcp:host:65536", "tcp:::1:5", "unix:", "x:y"]
-        {
+        for bad in [
+            "",
+            "tcp:",
+            "rdma:host",
+            "tcp:host",
+            "tcp::1",
+            "tcp:host:65536",
+            "tcp:::1:5",
+            "unix:",
+            "x:y",
+        ] {
             assert!(bad.parse::<Address>().is_err(), "{bad}");
         }
         assert!(format!("unix:{}", "x".repeat(108)).parse::<Address>().is_err());

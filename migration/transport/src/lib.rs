@@ -4,6 +4,7 @@
 //! connect / Listener::accept + read_hello + reply   every connection starts so
 //!    ControlLink                                    messages, both ways
 //!    PageSender ==> PageReceiver                    pages from guest memory to guest memory
+//!    RdmaSender ==> RdmaReceiver                    the same by RDMA
 //! ```
 //!
 //! Sockets never block: a call that may wait takes or names its bound.
@@ -16,6 +17,7 @@ mod greeting;
 mod listener;
 mod raw;
 pub mod rdma;
+mod rdma_link;
 mod stream;
 mod wake;
 
@@ -24,5 +26,8 @@ pub use control::{ControlLink, ReceiveError};
 pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError};
 pub use greeting::{GREETING_MAX, GreetingError, connect, read_hello, reply};
 pub use listener::Listener;
+pub use rdma_link::{
+    ParseProviderError, Provider, RdmaAccept, RdmaOptions, RdmaReceiver, RdmaSender, Received, Sent,
+};
 pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
 pub use wake::Wake;

@@ -17,7 +17,7 @@ pub struct Listener {
 
 #[derive(Debug)]
 enum Kind {
-    Tcp(TcpListener, String),
+    Tcp(TcpListener, Address),
     Unix(UnixListener, PathBuf),
 }
 
@@ -26,10 +26,10 @@ impl Listener {
     /// use is an error.
     pub fn bind(address: &Address) -> io::Result<Listener> {
         let kind = match address {
-            Address::Tcp { host, port } => {
+            Address::Tcp { host, port } | Address::Rdma { host, port } => {
                 let listener = TcpListener::bind((host.as_str(), *port))?;
                 listener.set_nonblocking(true)?;
-                Kind::Tcp(listener, host.clone())
+                Kind::Tcp(listener, address.clone())
             }
             Address::Unix(path) => {
                 if is_stale_socket(path) {
@@ -46,9 +46,7 @@ impl Listener {
     /// Where it listens; a TCP port of 0 has become the chosen one.
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.kind {
-            Kind::Tcp(listener, host) => {
-                Address::Tcp { host: host.clone(), port: listener.local_addr()?.port() }
-            }
+            Kind::Tcp(listener, bound) => bound.with_port(listener.local_addr()?.port()),
             Kind::Unix(_, path) => Address::Unix(path.clone()),
         })
     }

@@ -5,7 +5,7 @@ use martlet_units::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, SendFlags, Shutdown};
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -57,7 +57,7 @@ impl Stream {
     pub fn connect(address: &Address, limit: Duration) -> io::Result<Stream> {
         match address {
             Address::Unix(path) => Stream::from_unix(UnixStream::connect(path)?),
-            Address::Tcp { host, port } => {
+            Address::Tcp { host, port } | Address::Rdma { host, port } => {
                 let mut last = None;
                 for candidate in (host.as_str(), *port).to_socket_addrs()? {
                     match TcpStream::connect_timeout(&candidate, limit) {
@@ -79,6 +79,16 @@ impl Stream {
     /// A second handle of the same connection, for [`Stream::shutdown`] from elsewhere.
     pub fn try_clone(&self) -> io::Result<Stream> {
         Ok(Stream { fd: self.fd.try_clone()? })
+    }
+
+    /// The peer's address, if it has one of the network.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        rustix::net::getpeername(&self.fd).ok()?.and_then(|address| address.try_into().ok())
+    }
+
+    /// This side's address, if it has one of the network.
+    pub(crate) fn local(&self) -> Option<SocketAddr> {
+        rustix::net::getsockname(&self.fd).ok()?.try_into().ok()
     }
 
     /// Waits until there is something to read (or the end), or `limit` passes: `false`.

@@ -54,6 +54,7 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
         events: Arc::clone(events),
         pending: VecDeque::new(),
         vmm: None,
+        token,
         joined: Vec::new(),
         intake: None,
         barriers: Vec::new(),
@@ -79,6 +80,8 @@ struct Attempt {
     events: Arc<Mailbox<Event>>,
     pending: VecDeque<DestinationEvent>,
     vmm: Option<Arc<dyn DestinationVmm>>,
+    /// What the channels show.
+    token: [u8; 16],
     /// Channels by number; `None` until they join.
     joined: Vec<Option<Stream>>,
     intake: Option<Intake>,
@@ -208,7 +211,20 @@ impl Attempt {
         let streams = self.joined.drain(..).flatten().collect();
         let Some(vmm) = &self.vmm else { return };
         let placer = Arc::new(Placer::new(vmm.ram()));
-        match Intake::start(streams, &placer, &self.events) {
+        let intake = Intake::start(streams, &placer, &self.events);
+        self.begin_intake(intake.map_err(|error| error.to_string()));
+    }
+
+    fn on_rdma_joined(&mut self, stream: Stream) {
+        let (Some(vmm), Some(accept)) = (&self.vmm, self.shared.rdma) else { return };
+        self.joined.clear();
+        let (ram, token) = (vmm.ram(), self.token);
+        let intake = Intake::start_rdma(stream, &ram, &accept, token, &self.events);
+        self.begin_intake(intake);
+    }
+
+    fn begin_intake(&mut self, intake: Result<Intake, String>) {
+        match intake {
             Ok(intake) => {
                 self.intake = Some(intake);
                 self.tell(DestinationEvent::ChannelsConnected);
@@ -399,6 +415,7 @@ impl Attempt {
             any = true;
             match event {
                 Event::ChannelJoined { channel, stream } => self.on_joined(channel, stream),
+                Event::RdmaJoined { stream } => self.on_rdma_joined(stream),
                 Event::BarrierPassed { channel, round } => self.on_barrier(channel, round),
                 Event::Digested(Ok(digest)) => self.tell(DestinationEvent::OwnDigest(digest)),
                 Event::Digested(Err(error)) => self.digest_failed(&error),

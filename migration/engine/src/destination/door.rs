@@ -74,7 +74,8 @@ fn dispatch(hello: &Hello, stream: Stream, shared: &Arc<Shared>) {
     };
     match hello.role {
         Role::CONTROL => begin(version, stream, shared),
-        Role::DATA => shared.admit_channel(hello.channel, hello.token, version, stream),
+        Role::DATA => shared.admit_channel(hello, version, stream),
+        Role::RDMA if shared.rdma.is_some() => shared.admit_channel(hello, version, stream),
         Role::QUERY => {
             if reply(&stream, &HelloReply::accept(version)).is_ok() {
                 answer_query(stream, shared);

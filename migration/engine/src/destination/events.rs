@@ -8,6 +8,8 @@ use martlet_wire::control::{Answer, MigrationId};
 pub(super) enum Event {
     /// A data channel greeted with the right token and a free number.
     ChannelJoined { channel: u16, stream: Stream },
+    /// The connection beside the queue pairs greeted with the right token.
+    RdmaJoined { stream: Stream },
     /// Everything of a round was read on one channel.
     BarrierPassed { channel: u16, round: u32 },
     /// The digest of this side's memory.

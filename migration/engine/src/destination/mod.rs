@@ -4,10 +4,12 @@ mod attempt;
 mod door;
 mod events;
 mod intake;
+mod intake_pages;
+mod intake_rdma;
 mod shared;
 
 use crate::{DestinationFactory, host};
-use martlet_transport::{Address, Listener};
+use martlet_transport::{Address, Listener, RdmaAccept};
 use shared::Shared;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,14 +40,25 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// Binds `listen` and starts listening.
+    /// Binds `listen` and starts listening. At an address `rdma:`, guest memory may come by RDMA,
+    /// by whichever provider there is.
     pub fn start(
         listen: &Address,
         factory: Arc<dyn DestinationFactory>,
     ) -> std::io::Result<Receiver> {
+        Receiver::start_with(listen, factory, RdmaAccept::default())
+    }
+
+    /// As [`Receiver::start`], with limits for RDMA.
+    pub fn start_with(
+        listen: &Address,
+        factory: Arc<dyn DestinationFactory>,
+        rdma: RdmaAccept,
+    ) -> std::io::Result<Receiver> {
+        let rdma = matches!(listen, Address::Rdma { .. }).then_some(rdma);
         let listener = Listener::bind(listen)?;
         let address = listener.address()?;
-        let shared = Arc::new(Shared::new(factory)?);
+        let shared = Arc::new(Shared::new(factory, rdma)?);
         let door = Arc::clone(&shared);
         host::spawn("martlet-listen", move || door::run(&listener, &door))?;
         Ok(Receiver { shared, address })

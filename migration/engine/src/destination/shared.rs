@@ -5,9 +5,9 @@ use super::events::Event;
 use crate::mailbox::Mailbox;
 use crate::{DestinationFactory, host};
 use martlet_protocol::Ledger;
-use martlet_transport::{Stream, Wake};
+use martlet_transport::{RdmaAccept, Stream, Wake};
 use martlet_wire::control::{Answer, InstanceId, MigrationId};
-use martlet_wire::hello::{HelloReply, Status};
+use martlet_wire::hello::{Hello, HelloReply, Role, Status};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -24,6 +24,8 @@ const QUERY_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct Shared {
     pub(super) factory: Arc<dyn DestinationFactory>,
     pub(super) wake: Wake,
+    /// What a source may do by RDMA; `None` where nothing.
+    pub(super) rdma: Option<RdmaAccept>,
     /// Connections that have not greeted yet.
     pub(super) strangers: AtomicUsize,
     inner: Mutex<Inner>,
@@ -58,9 +60,13 @@ struct Awaited {
 }
 
 impl Shared {
-    pub(super) fn new(factory: Arc<dyn DestinationFactory>) -> std::io::Result<Shared> {
+    pub(super) fn new(
+        factory: Arc<dyn DestinationFactory>,
+        rdma: Option<RdmaAccept>,
+    ) -> std::io::Result<Shared> {
         Ok(Shared {
             factory,
+            rdma,
             wake: Wake::new()?,
             strangers: AtomicUsize::new(0),
             inner: Mutex::new(Inner {
@@ -177,15 +183,13 @@ impl Shared {
     }
 
     /// Lets a data channel in, or says why not. Answers on the stream either way.
-    pub(super) fn admit_channel(
-        &self,
-        channel: u16,
-        token: [u8; 16],
-        version: u16,
-        stream: Stream,
-    ) {
+    pub(super) fn admit_channel(&self, hello: &Hello, version: u16, stream: Stream) {
+        let Hello { channel, token, .. } = *hello;
+        let is_rdma = hello.role == Role::RDMA;
         let mut inner = self.lock();
         let admitted = match &mut inner.awaited {
+            // RDMA is the only channel of its migration.
+            Some(awaited) if is_rdma && awaited.taken.len() != 1 => Err(Status::CHANNEL),
             Some(awaited) if awaited.token == token => {
                 match awaited.taken.get_mut(usize::from(channel)) {
                     Some(taken) if !*taken => {
@@ -208,6 +212,7 @@ impl Shared {
             && let Some(events) = events
         {
             events.post(match answered {
+                Ok(()) if is_rdma => Event::RdmaJoined { stream },
                 Ok(()) => Event::ChannelJoined { channel, stream },
                 Err(error) => Event::ChannelLost {
                     channel,

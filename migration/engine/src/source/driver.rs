@@ -6,7 +6,7 @@ mod ending;
 
 use super::MigrateOptions;
 use super::events::Event;
-use super::lanes::{Lanes, Sent};
+use super::lanes::{Common, Lanes, Sent};
 use super::shared::Shared;
 use super::switchover::Moments;
 use crate::report::{Report, Status};
@@ -19,10 +19,10 @@ use martlet_protocol::{Decision, Source, SourceAction, SourceConfig, SourceEvent
 use martlet_ram::{
     Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner, TrackError, mark_touched,
 };
-use martlet_transport::{Address, ControlLink, connect, monotonic_now, wait_any};
+use martlet_transport::{Address, ControlLink, RdmaSender, connect, monotonic_now, wait_any};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use martlet_wire::control::{Alive, Committed, MigrationId, Setup, WireRange};
-use martlet_wire::hello::Hello;
+use martlet_wire::hello::{Hello, Role};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::error::Error;
@@ -154,7 +154,11 @@ impl<'ram> Driver<'ram> {
         let stream = connect(&to, &Hello::control()).map_err(|error| error.to_string())?;
         let random = host::random_id().map_err(|error| format!("no random bytes: {error}"))?;
         let migration = MigrationId(random);
-        let channels = options.channels.unwrap_or_else(|| default_channels(host::cores()));
+        let channels = match to {
+            // Many queue pairs, one thread.
+            Address::Rdma { .. } => 1,
+            _ => options.channels.unwrap_or_else(|| default_channels(host::cores())),
+        };
         let regions = ram
             .regions()
             .iter()
@@ -299,13 +303,27 @@ impl<'ram> Driver<'ram> {
     }
 
     fn connect_lanes(&self, count: u16, token: [u8; 16]) -> Result<Lanes, String> {
+        let common = Common::new(self.ram, &self.sent, &self.pacer, &self.shared);
+        let finders = self.options.zero_finders.as_ref();
+        if matches!(self.to, Address::Rdma { .. }) {
+            return self.connect_rdma(common, token);
+        }
         let mut streams = Vec::with_capacity(usize::from(count));
         for channel in 0..count {
             let hello = Hello::data(channel, token);
             streams.push(connect(&self.to, &hello).map_err(|error| error.to_string())?);
         }
+        Lanes::start(streams, common, finders).map_err(|error| error.to_string())
+    }
+
+    fn connect_rdma(&self, common: Common, token: [u8; 16]) -> Result<Lanes, String> {
+        self.shared.note_rdma(|_| {});
+        let hello = Hello { role: Role::RDMA, ..Hello::data(0, token) };
+        let stream = connect(&self.to, &hello).map_err(|error| error.to_string())?;
+        let breaker = stream.try_clone().map_err(|error| error.to_string())?;
+        let sender = RdmaSender::new(stream, self.ram, &self.options.rdma, token)?;
         let finders = self.options.zero_finders.as_ref();
-        Lanes::start(streams, self.ram, &self.sent, &self.pacer, &self.shared, finders)
+        Lanes::start_rdma(sender, breaker, common, &self.dirty, finders)
             .map_err(|error| error.to_string())
     }
 
@@ -376,7 +394,8 @@ impl<'ram> Driver<'ram> {
                 }
                 Ok(None) => {
                     round.handed_out = true;
-                    lanes.barrier(round.number, BARRIER_PATIENCE);
+                    let last = round.kind == Kind::Last;
+                    lanes.barrier(round.number, last, BARRIER_PATIENCE);
                     return;
                 }
                 Err(error) => return self.host_failed("cannot track dirty pages", &error),

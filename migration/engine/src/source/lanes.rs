@@ -1,22 +1,18 @@
-//! The source's channels and the threads that fill them.
-//!
-//! A lane is one channel with its thread. The driver hands out chunks; the lane looks for zero
-//! pages and sends the rest straight from guest memory. In the blackout the driver may do a small
-//! last run on the lanes itself: a thread's wake-up would cost more than the pages.
+//! The source's ways of guest memory and the threads that fill them: [`pages`] over connections,
+//! [`rdma`] by queue pairs.
 
-use super::events::Event;
+mod pages;
+mod rdma;
+
 use super::shared::Shared;
-use crate::host;
-use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TrySendError};
 use martlet_policy::Pacer;
-use martlet_ram::{
-    Chunk, ChunkBits, GuestRam, PageBatch, Pushed, ZeroCheck, ZeroFinder, ZeroFinders,
-};
-use martlet_transport::{PageSender, Stream, monotonic_now};
+use martlet_ram::{Chunk, GuestRam, PageBatch, RamBitmap, ZeroCheck, ZeroFinders};
+use martlet_transport::{RdmaSender, Stream};
+use pages::PageLanes;
+use rdma::RdmaLane;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Chunks that may wait for one lane. Few, so that a page is read soon after it was rearmed: what
@@ -34,13 +30,8 @@ pub(super) struct Sent {
     pub(super) zero: AtomicU64,
 }
 
-enum Work {
-    Chunk(Chunk),
-    Barrier(u32),
-}
-
 /// What all lanes share.
-struct Common {
+pub(super) struct Common {
     ram: Arc<GuestRam>,
     sent: Arc<Sent>,
     pacer: Arc<Pacer>,
@@ -50,199 +41,117 @@ struct Common {
     stop: AtomicBool,
 }
 
-/// The channel of a lane, used by its thread, or by the driver while the thread has no work.
-struct Lane {
-    sender: PageSender,
-    /// The round that is being sent.
-    round: u32,
-}
-
-struct Handle {
-    lane: Arc<Mutex<Lane>>,
-    queue: Sender<Work>,
-    thread: JoinHandle<()>,
-    breaker: Stream,
-}
-
-/// All lanes of a migration.
-pub(super) struct Lanes {
-    common: Arc<Common>,
-    lanes: Vec<Handle>,
-}
-
-impl Lanes {
-    pub(super) fn start(
-        streams: Vec<Stream>,
+impl Common {
+    pub(super) fn new(
         ram: &Arc<GuestRam>,
         sent: &Arc<Sent>,
         pacer: &Arc<Pacer>,
         shared: &Arc<Shared>,
-        finders: &dyn ZeroFinders,
-    ) -> io::Result<Lanes> {
-        let common = Arc::new(Common {
+    ) -> Common {
+        Common {
             ram: Arc::clone(ram),
             sent: Arc::clone(sent),
             pacer: Arc::clone(pacer),
             shared: Arc::clone(shared),
             zero_check: ZeroCheck::detect(),
             stop: AtomicBool::new(false),
-        });
-        let mut lanes = Lanes { common, lanes: Vec::with_capacity(streams.len()) };
-        for (channel, stream) in (0..).zip(streams) {
-            let handle = lanes.start_lane(stream, finders.open(ram, channel)?)?;
-            lanes.lanes.push(handle);
         }
-        Ok(lanes)
+    }
+}
+
+/// All lanes of a migration.
+pub(super) enum Lanes {
+    Pages(PageLanes),
+    Rdma(RdmaLane),
+}
+
+impl Lanes {
+    /// One lane for each connection.
+    pub(super) fn start(
+        streams: Vec<Stream>,
+        common: Common,
+        finders: &dyn ZeroFinders,
+    ) -> io::Result<Lanes> {
+        PageLanes::start(streams, common, finders).map(Lanes::Pages)
     }
 
-    fn start_lane(&self, stream: Stream, finder: Box<dyn ZeroFinder>) -> io::Result<Handle> {
-        let breaker = stream.try_clone()?;
-        let lane = Arc::new(Mutex::new(Lane { sender: PageSender::new(stream), round: 0 }));
-        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS);
-        let thread = {
-            let (lane, common) = (Arc::clone(&lane), Arc::clone(&self.common));
-            host::spawn("martlet-send", move || run(&lane, &work, &common, finder))?
-        };
-        Ok(Handle { lane, queue, thread, breaker })
+    /// One lane that writes by RDMA. `breaker` is its sender's connection.
+    pub(super) fn start_rdma(
+        sender: RdmaSender,
+        breaker: Stream,
+        common: Common,
+        dirty: &Arc<RamBitmap>,
+        finders: &dyn ZeroFinders,
+    ) -> io::Result<Lanes> {
+        RdmaLane::start(sender, breaker, common, dirty, finders).map(Lanes::Rdma)
     }
 
+    /// How many barriers a round has.
     pub(super) fn count(&self) -> usize {
-        self.lanes.len()
+        match self {
+            Lanes::Pages(lanes) => lanes.count(),
+            Lanes::Rdma(_) => 1,
+        }
     }
 
     /// Hands a chunk to its lane, or gives it back if that lane has enough to do.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        match self.lane_of(&chunk).queue.try_send(Work::Chunk(chunk)) {
-            Ok(()) => Ok(()),
-            // A lane whose thread ended has posted why; the driver will come to that.
-            Err(
-                TrySendError::Full(Work::Chunk(chunk))
-                | TrySendError::Disconnected(Work::Chunk(chunk)),
-            ) => Err(chunk),
-            Err(_) => unreachable!("a chunk was offered"),
+        match self {
+            Lanes::Pages(lanes) => lanes.offer(chunk),
+            Lanes::Rdma(lane) => lane.offer(chunk),
         }
     }
 
-    /// Ends a round on every lane: each sends its barrier behind its last page and says so.
-    pub(super) fn barrier(&self, round: u32, patience: Duration) {
-        for handle in &self.lanes {
-            match handle.queue.send_timeout(Work::Barrier(round), patience) {
-                Ok(()) | Err(SendTimeoutError::Disconnected(_)) => {}
-                Err(SendTimeoutError::Timeout(_)) => {
-                    self.common.shared.events.post(Event::LaneLost {
-                        reason: format!("a channel took no work for {} s", patience.as_secs()),
-                    })
-                }
-            }
+    /// Ends a round on every lane: each sends its barrier behind its last page and says so. By
+    /// RDMA it says so when all of the round is in the destination's memory.
+    pub(super) fn barrier(&self, round: u32, last: bool, patience: Duration) {
+        match self {
+            Lanes::Pages(lanes) => lanes.barrier(round, patience),
+            Lanes::Rdma(lane) => lane.barrier(round, last, patience),
         }
     }
 
-    /// Sends chunks and the barrier on the caller's thread. Only while no lane has work.
+    /// The last round is near: whatever needs it gets awake.
+    pub(super) fn arm(&self) {
+        if let Lanes::Rdma(lane) = self {
+            lane.take_over();
+        }
+    }
+
+    /// The threads of the lanes go on by themselves.
+    pub(super) fn disarm(&self) {
+        if let Lanes::Rdma(lane) = self {
+            lane.give_back();
+        }
+    }
+
+    /// Sends the last chunks and the barrier on the caller's thread. Only while no lane has work.
     pub(super) fn send_now(
         &self,
         batch: &mut PageBatch<'_>,
         chunks: &[Chunk],
         round: u32,
     ) -> io::Result<()> {
-        let channels = self.channels();
-        for (channel, handle) in (0..).zip(&self.lanes) {
-            let mut lane = lock(&handle.lane);
-            let mut outgoing = Outgoing { common: &self.common, batch, pace: Pace::Unlimited };
-            for chunk in chunks.iter().filter(|chunk| chunk.channel(channels) == channel) {
-                let zero = chunk.zero_pages(&self.common.ram, &self.common.zero_check);
-                outgoing.add(&mut lane, *chunk, &zero)?;
-            }
-            outgoing.flush(&mut lane)?;
-            outgoing.barrier(&mut lane, round)?;
+        match self {
+            Lanes::Pages(lanes) => lanes.send_now(batch, chunks, round),
+            Lanes::Rdma(lane) => lane.send_now(batch, chunks, round),
         }
-        Ok(())
     }
 
     /// Breaks all connections; the threads end by themselves.
     pub(super) fn break_all(&self) {
-        self.common.stop.store(true, Ordering::Relaxed);
-        for handle in &self.lanes {
-            handle.breaker.shutdown();
+        match self {
+            Lanes::Pages(lanes) => lanes.break_all(),
+            Lanes::Rdma(lane) => lane.break_all(),
         }
     }
 
     /// Ends the threads. Call [`Lanes::break_all`] first where a peer may not be reading.
     pub(super) fn join(self) {
-        for handle in self.lanes {
-            drop(handle.queue);
-            // A panic there was reported by the panic hook; the attempt fails by its silence.
-            let _ = handle.thread.join();
+        match self {
+            Lanes::Pages(lanes) => lanes.join(),
+            Lanes::Rdma(lane) => lane.join(),
         }
-    }
-
-    fn lane_of(&self, chunk: &Chunk) -> &Handle {
-        &self.lanes[usize::from(chunk.channel(self.channels()))]
-    }
-
-    fn channels(&self) -> u16 {
-        u16::try_from(self.lanes.len()).expect("at most 128 channels")
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Pace {
-    Limited,
-    Unlimited,
-}
-
-/// What goes onto a lane: by its thread at the pre-copy's pace, or by the driver without limit.
-struct Outgoing<'a, 'ram> {
-    common: &'a Common,
-    batch: &'a mut PageBatch<'ram>,
-    pace: Pace,
-}
-
-impl Outgoing<'_, '_> {
-    fn add(&mut self, lane: &mut Lane, chunk: Chunk, zero: &ChunkBits) -> io::Result<()> {
-        let mut rest = chunk;
-        while self.batch.push_chunk(&mut rest, zero) != Pushed::All {
-            self.flush(lane)?;
-        }
-        Ok(())
-    }
-
-    /// Adds the chunks that the finder has done or is doing until only `left` are pending.
-    fn collect(
-        &mut self,
-        lane: &mut Lane,
-        finder: &mut dyn ZeroFinder,
-        left: usize,
-    ) -> io::Result<()> {
-        while finder.pending() > left
-            && let Some((chunk, zero)) = finder.collect()
-        {
-            self.add(lane, chunk, &zero)?;
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self, lane: &mut Lane) -> io::Result<()> {
-        if self.batch.is_empty() {
-            return Ok(());
-        }
-        let common = self.common;
-        if self.pace == Pace::Limited {
-            let delay = common.pacer.delay(monotonic_now(), self.batch.payload());
-            sleep_unless_stopped(common, delay);
-        }
-        let bytes = lane.sender.send(lane.round, self.batch)?;
-        common.sent.bytes.fetch_add(bytes.0, Ordering::Relaxed);
-        common.sent.normal.fetch_add(self.batch.data_pages(), Ordering::Relaxed);
-        common.sent.zero.fetch_add(self.batch.zero_pages(), Ordering::Relaxed);
-        self.batch.clear();
-        Ok(())
-    }
-
-    fn barrier(&mut self, lane: &mut Lane, round: u32) -> io::Result<()> {
-        let bytes = lane.sender.barrier(round)?;
-        self.common.sent.bytes.fetch_add(bytes.0, Ordering::Relaxed);
-        lane.round = round + 1;
-        Ok(())
     }
 }
 
@@ -252,60 +161,4 @@ fn sleep_unless_stopped(common: &Common, mut delay: Duration) {
         std::thread::sleep(slice);
         delay -= slice;
     }
-}
-
-/// A lane's thread: ends when the queue is dropped or the channel breaks.
-fn run(
-    lane: &Mutex<Lane>,
-    work: &Receiver<Work>,
-    common: &Common,
-    mut finder: Box<dyn ZeroFinder>,
-) {
-    if let Err(error) = serve(lane, work, common, finder.as_mut()) {
-        common
-            .shared
-            .events
-            .post(Event::LaneLost { reason: format!("a data channel broke: {error}") });
-    }
-}
-
-fn serve(
-    lane: &Mutex<Lane>,
-    work: &Receiver<Work>,
-    common: &Common,
-    finder: &mut dyn ZeroFinder,
-) -> io::Result<()> {
-    let ram = Arc::clone(&common.ram);
-    let mut batch = PageBatch::new(&ram);
-    let mut outgoing = Outgoing { common, batch: &mut batch, pace: Pace::Limited };
-    for item in work {
-        if let Some(slice) = common.pacer.slice() {
-            outgoing.batch.limit_payload(slice);
-        }
-        let mut lane = lock(lane);
-        match item {
-            Work::Chunk(chunk) => {
-                let room_for_one = finder.depth() - 1;
-                outgoing.collect(&mut lane, finder, room_for_one)?;
-                finder.submit(chunk);
-                // Small runs of several chunks share a frame, but only while more is waiting.
-                if work.is_empty() {
-                    outgoing.collect(&mut lane, finder, 0)?;
-                    outgoing.flush(&mut lane)?;
-                }
-            }
-            Work::Barrier(round) => {
-                outgoing.collect(&mut lane, finder, 0)?;
-                outgoing.flush(&mut lane)?;
-                outgoing.barrier(&mut lane, round)?;
-                drop(lane);
-                common.shared.events.post(Event::BarrierSent { round });
-            }
-        }
-    }
-    Ok(())
-}
-
-fn lock(lane: &Mutex<Lane>) -> MutexGuard<'_, Lane> {
-    lane.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -13,7 +13,7 @@ use driver::Start;
 use events::Event;
 use martlet_policy::Pacer;
 use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
-use martlet_transport::{Address, monotonic_now};
+use martlet_transport::{Address, RdmaOptions, monotonic_now};
 use martlet_units::BytesPerSec;
 use shared::Shared;
 use std::fmt;
@@ -33,6 +33,8 @@ pub struct MigrateOptions {
     pub verify: bool,
     /// Take time from the guest when it dirties memory faster than the link carries it.
     pub auto_converge: bool,
+    /// How guest memory goes by RDMA, to an address `rdma:`.
+    pub rdma: RdmaOptions,
     /// Who finds zero pages in the pre-copy rounds. The last pages are the CPU's.
     pub zero_finders: Arc<dyn ZeroFinders>,
 }
@@ -45,6 +47,7 @@ impl fmt::Debug for MigrateOptions {
             .field("bandwidth", &self.bandwidth)
             .field("verify", &self.verify)
             .field("auto_converge", &self.auto_converge)
+            .field("rdma", &self.rdma)
             .field("zero_finders", &self.zero_finders.name())
             .finish()
     }
@@ -58,6 +61,7 @@ impl Default for MigrateOptions {
             bandwidth: None,
             verify: false,
             auto_converge: true,
+            rdma: RdmaOptions::default(),
             zero_finders: Arc::new(CpuFinders(ZeroCheck::detect())),
         }
     }

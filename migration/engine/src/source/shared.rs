@@ -2,7 +2,7 @@
 
 use super::events::Event;
 use crate::mailbox::Mailbox;
-use crate::report::{PageCounts, Progress, Report, Status};
+use crate::report::{PageCounts, Progress, RdmaUse, Report, Status};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -18,6 +18,7 @@ struct Inner {
     progress: Progress,
     report: Option<Report>,
     downtime_limit: Duration,
+    rdma: Option<RdmaUse>,
 }
 
 impl Shared {
@@ -43,7 +44,7 @@ impl Shared {
         Ok(Shared {
             events: Mailbox::new()?,
             started,
-            inner: Mutex::new(Inner { progress, report: None, downtime_limit }),
+            inner: Mutex::new(Inner { progress, report: None, downtime_limit, rdma: None }),
             changed: Condvar::new(),
         })
     }
@@ -93,6 +94,15 @@ impl Shared {
 
     pub(super) fn set_downtime_limit(&self, limit: Duration) {
         self.lock().downtime_limit = limit;
+    }
+
+    /// Remembers how RDMA serves.
+    pub(super) fn note_rdma(&self, change: impl FnOnce(&mut RdmaUse)) {
+        change(self.lock().rdma.get_or_insert_default());
+    }
+
+    pub(super) fn rdma(&self) -> Option<RdmaUse> {
+        self.lock().rdma.clone()
     }
 
     /// Ends the migration, or an undecided one anew.

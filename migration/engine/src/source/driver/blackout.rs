@@ -13,6 +13,9 @@ impl Driver<'_> {
     pub(super) fn pause(&mut self) {
         // What was announced must be on its way before the guest stops.
         self.flush_control();
+        if let Some(lanes) = &self.lanes {
+            lanes.arm();
+        }
         std::thread::sleep(SETTLE);
         self.shared.set_status(Status::Device);
         let suspend = monotonic_now();
@@ -49,6 +52,7 @@ impl Driver<'_> {
         let pages = self.dirty.count();
         if pages > LAST_PAGES_INLINE_MAX {
             self.pacer.set_rate(monotonic_now(), None);
+            lanes.disarm();
             return self.open_round(number, Kind::Last);
         }
         self.rounds = number + 1;
@@ -105,6 +109,9 @@ impl Driver<'_> {
         self.vmm.set_throttle(0);
         let state = if running { RunState::Running } else { RunState::Paused };
         self.vmm.resume(permit, state);
+        if let Some(lanes) = &self.lanes {
+            lanes.disarm();
+        }
         // Takes milliseconds, so the guest does not wait for it.
         self.tracker = None;
     }

@@ -92,6 +92,7 @@ impl Driver<'_> {
             channels: self.channels,
             source_cpu: host::process_cpu().saturating_sub(self.cpu_before),
             destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
+            rdma: self.shared.rdma(),
             network,
             guest: self.guest,
             memory_equal: self.memory_equal,

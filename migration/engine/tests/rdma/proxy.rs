@@ -1,0 +1,162 @@
+//! Stands between a source and a destination, and breaks what it is told to.
+#![allow(dead_code, unreachable_pub, missing_docs)]
+
+use martlet_transport::Address;
+use martlet_wire::hello::{HELLO_BYTES, Hello, REPLY_BYTES, Role};
+use martlet_wire::rdma::{Grant, RDMA_HEADER_BYTES, RdmaMessage, WireSpan};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// All queue pairs' connections are cut when so many bytes went over them.
+    Cut { after: u64 },
+    /// Queue pairs are sent to a port where nobody listens.
+    WrongPort,
+    /// Bytes that are no message, to the source, behind the door.
+    GarbageToSource,
+    /// The same to the destination.
+    GarbageToDestination,
+    /// A key for memory that was not asked for, to the source.
+    KeyNobodyAskedFor,
+}
+
+/// Of a `Door`: header, provider, then the port.
+const DOOR_BYTES: usize = RDMA_HEADER_BYTES + 8;
+const PORT_AT: usize = RDMA_HEADER_BYTES + 2;
+
+pub struct Proxy {
+    port: u16,
+}
+
+struct Shared {
+    to: (String, u16),
+    fault: Fault,
+    passed: AtomicU64,
+    cut: AtomicBool,
+}
+
+impl Proxy {
+    pub fn start(to: &Address, fault: Fault) -> Proxy {
+        let Address::Rdma { host, port } = to.clone() else { panic!("{to}") };
+        let (passed, cut) = (AtomicU64::new(0), AtomicBool::new(false));
+        let shared = Arc::new(Shared { to: (host, port), fault, passed, cut });
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        std::thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let shared = Arc::clone(&shared);
+                std::thread::spawn(move || shared.serve(client));
+            }
+        });
+        Proxy { port }
+    }
+
+    pub fn address(&self) -> Address {
+        Address::Rdma { host: "127.0.0.1".to_owned(), port: self.port }
+    }
+}
+
+impl Shared {
+    fn serve(self: Arc<Shared>, mut client: TcpStream) {
+        let mut hello = [0; HELLO_BYTES];
+        if client.read_exact(&mut hello).is_err() {
+            return;
+        }
+        let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
+        server.write_all(&hello).unwrap();
+        if Hello::parse(&hello).is_ok_and(|hello| hello.role == Role::RDMA)
+            && self.disturb(&mut client, &mut server).is_err()
+        {
+            return;
+        }
+        couple(client, server, |_| true);
+    }
+
+    /// Changes the first bytes of the connection beside the queue pairs.
+    fn disturb(
+        self: &Arc<Shared>,
+        client: &mut TcpStream,
+        server: &mut TcpStream,
+    ) -> std::io::Result<()> {
+        let mut reply = [0; REPLY_BYTES];
+        server.read_exact(&mut reply)?;
+        client.write_all(&reply)?;
+        let mut door = [0; DOOR_BYTES];
+        server.read_exact(&mut door)?;
+        let port = u16::from_le_bytes([door[PORT_AT], door[PORT_AT + 1]]);
+        let elsewhere = match self.fault {
+            Fault::Cut { .. } => self.queue_pairs(port),
+            // A port that was free a moment ago.
+            Fault::WrongPort => TcpListener::bind("127.0.0.1:0")?.local_addr()?.port(),
+            _ => port,
+        };
+        door[PORT_AT..PORT_AT + 2].copy_from_slice(&elsewhere.to_le_bytes());
+        client.write_all(&door)?;
+        match self.fault {
+            Fault::GarbageToSource => client.write_all(b"this is no message at all"),
+            Fault::GarbageToDestination => server.write_all(b"this is no message at all"),
+            Fault::KeyNobodyAskedFor => {
+                let span = WireSpan { region: 1, first_chunk: 3, chunks: 1 };
+                let grant = Grant { span, address: 0x1000, key: 1 };
+                let mut bytes = Vec::new();
+                RdmaMessage::KeyGrant(vec![grant]).encode(&mut bytes);
+                // Behind the acceptance of the terms.
+                let mut accept = [0; RDMA_HEADER_BYTES + 32];
+                let mut offer = accept;
+                client.read_exact(&mut offer)?;
+                server.write_all(&offer)?;
+                server.read_exact(&mut accept)?;
+                client.write_all(&accept)?;
+                client.write_all(&bytes)
+            }
+            Fault::Cut { .. } | Fault::WrongPort => Ok(()),
+        }
+    }
+
+    /// Lets queue pairs through until enough went over them; returns where they are let in.
+    fn queue_pairs(self: &Arc<Shared>, port: u16) -> u16 {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let here = listener.local_addr().unwrap().port();
+        let shared = Arc::clone(self);
+        std::thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                let shared = Arc::clone(&shared);
+                std::thread::spawn(move || couple(client, server, |bytes| shared.pass(bytes)));
+            }
+        });
+        here
+    }
+
+    fn pass(&self, bytes: u64) -> bool {
+        let Fault::Cut { after } = self.fault else { return true };
+        let passed = self.passed.fetch_add(bytes, Ordering::SeqCst) + bytes;
+        // The hello of a connection is let through.
+        if passed >= after + 4096 {
+            self.cut.store(true, Ordering::SeqCst);
+        }
+        !self.cut.load(Ordering::SeqCst)
+    }
+}
+
+/// Copies both ways until an end or until `pass` says no.
+fn couple(client: TcpStream, server: TcpStream, pass: impl Fn(u64) -> bool + Sync) {
+    let copy = |mut from: TcpStream, mut to: TcpStream| {
+        let mut buffer = vec![0; 64 << 10];
+        while let Ok(got) = from.read(&mut buffer) {
+            if got == 0 || !pass(got as u64) || to.write_all(&buffer[..got]).is_err() {
+                break;
+            }
+        }
+        let _ = from.shutdown(Shutdown::Both);
+        let _ = to.shutdown(Shutdown::Both);
+    };
+    std::thread::scope(|scope| {
+        let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        scope.spawn(move || copy(from, to));
+        scope.spawn(move || copy(server, client));
+    });
+}

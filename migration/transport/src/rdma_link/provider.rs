@@ -1,0 +1,115 @@
+//! Which provider of verbs a migration uses, and how.
+
+use crate::rdma::{DestinationConfig, SourceConfig};
+use martlet_wire::rdma::Pinning;
+use std::fmt;
+use std::str::FromStr;
+
+/// A provider of verbs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Provider {
+    /// An RDMA device if one has the address, else in software.
+    #[default]
+    Auto,
+    /// The kernel's verbs.
+    Ibv,
+    /// In software, over TCP.
+    Soft,
+}
+
+/// Not a provider's name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no RDMA provider: expected auto, ibv or soft")]
+pub struct ParseProviderError(String);
+
+impl FromStr for Provider {
+    type Err = ParseProviderError;
+
+    fn from_str(text: &str) -> Result<Provider, ParseProviderError> {
+        match text {
+            "auto" => Ok(Provider::Auto),
+            "ibv" => Ok(Provider::Ibv),
+            "soft" => Ok(Provider::Soft),
+            _ => Err(ParseProviderError(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for Provider {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Provider::Auto => "auto",
+            Provider::Ibv => "ibv",
+            Provider::Soft => "soft",
+        })
+    }
+}
+
+/// How a source writes guest memory by RDMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RdmaOptions {
+    /// What it wants; [`Provider::Auto`] takes what the destination has.
+    pub provider: Provider,
+    /// Register all memory at the start, on both sides.
+    pub pin_all: bool,
+    /// A power of two from 1 MiB to 1 GiB.
+    pub chunk_bytes: u64,
+    /// Queue pairs, 1 to 64. The destination may grant fewer.
+    pub queues: u16,
+    /// Most memory that is registered at once without `pin_all`; two chunks are the least.
+    pub pinned_bytes_max: u64,
+}
+
+impl Default for RdmaOptions {
+    fn default() -> RdmaOptions {
+        let config = SourceConfig::DEFAULT;
+        RdmaOptions {
+            provider: Provider::Auto,
+            pin_all: false,
+            chunk_bytes: config.chunk_bytes,
+            queues: config.queues,
+            pinned_bytes_max: config.pinned_bytes_max,
+        }
+    }
+}
+
+impl RdmaOptions {
+    pub(super) fn config(&self) -> SourceConfig {
+        SourceConfig {
+            chunk_bytes: self.chunk_bytes,
+            queues: self.queues,
+            pinning: if self.pin_all { Pinning::All } else { Pinning::Dynamic },
+            pinned_bytes_max: self.pinned_bytes_max,
+            ..SourceConfig::DEFAULT
+        }
+    }
+}
+
+/// What a destination lets a source do by RDMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RdmaAccept {
+    /// By which provider.
+    pub provider: Provider,
+    /// Most queue pairs.
+    pub queues_max: u16,
+    /// Most memory that is registered at once.
+    pub pinned_bytes_max: u64,
+}
+
+impl Default for RdmaAccept {
+    fn default() -> RdmaAccept {
+        let config = DestinationConfig::DEFAULT;
+        RdmaAccept {
+            provider: Provider::Auto,
+            queues_max: config.queues_max,
+            pinned_bytes_max: config.pinned_bytes_max,
+        }
+    }
+}
+
+impl RdmaAccept {
+    pub(super) fn config(&self) -> DestinationConfig {
+        let (queues_max, pinned_bytes_max) = (self.queues_max, self.pinned_bytes_max);
+        DestinationConfig { queues_max, pinned_bytes_max }
+    }
+}

@@ -1,0 +1,417 @@
+//! The destination's end.
+
+use super::errands::Done;
+use super::messages::{MessageError, Messages};
+use super::nic::{self, Nic};
+use super::provider::RdmaAccept;
+use super::sender::REASON_GRACE;
+use crate::Wake;
+use crate::data::{Arrival, PageReceiver};
+use crate::rdma::{Destination, DestinationAction, PageSpan, QueueIndex, Registered, RemoteKey};
+use crate::stream::{Stream, monotonic_now, wait_any};
+use martlet_ram::{GuestRam, Placer};
+use martlet_units::Instant;
+use martlet_verbs::{Access, Completion, Side, Status};
+use martlet_wire::rdma::{Door, RdmaMessage, Terms};
+use rustix::event::{PollFd, PollFlags};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// While queue pairs are awaited, or the markers of a round that has ended, one look takes this
+/// long at most.
+const SHORT_WAIT: Duration = Duration::from_millis(1);
+
+/// Pages that are made zero with one call: registered memory must not be given back to the host,
+/// which [`Placer::zero`] does from 512 pages on.
+const ZERO_PAGES_MAX: u64 = 256;
+
+/// What was met.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// All of a round is in memory. Behind the last one nothing can be written any more.
+    Round {
+        /// Which.
+        round: u32,
+    },
+    /// RDMA is over early; pages come over the stream from now on.
+    FellBack {
+        /// Why, in one line.
+        reason: String,
+    },
+}
+
+/// Has guest memory written by RDMA, and, should that fail, over the stream. See
+/// [`crate::rdma::Destination`] for what it promises.
+pub struct RdmaReceiver {
+    mode: Mode,
+    placer: Arc<Placer>,
+    said: VecDeque<Received>,
+    bytes: u64,
+}
+
+enum Mode {
+    Rdma(Box<Link>),
+    Pages(PageReceiver),
+    /// The last round is here, or the connection is lost.
+    Over,
+}
+
+struct Link {
+    destination: Destination,
+    messages: Messages,
+    nic: Option<Box<dyn Nic>>,
+    token: [u8; 16],
+    /// Queue pairs that are still to be let in.
+    accepting: Option<u16>,
+    completions: Vec<(QueueIndex, Completion)>,
+    down: Option<(QueueIndex, Instant)>,
+    /// The source said that its round is over; markers come.
+    round_ended: bool,
+    /// The source sends no more messages.
+    source_closed: bool,
+    /// All is closed here: page frames may come.
+    closed: bool,
+    finished: bool,
+    lost: Option<String>,
+}
+
+impl RdmaReceiver {
+    /// Takes a connection whose hello is done, and tells the source where to connect its queue
+    /// pairs. `token` is the attempt's.
+    ///
+    /// # Errors
+    /// If the connection has no IP address. Without a device the source is told so, and sends its
+    /// pages over the stream.
+    pub fn new(
+        stream: Stream,
+        ram: &Arc<GuestRam>,
+        placer: Arc<Placer>,
+        accept: &RdmaAccept,
+        token: [u8; 16],
+    ) -> Result<RdmaReceiver, String> {
+        let regions: Vec<u64> = ram.regions().iter().map(|region| region.pages()).collect();
+        let at = stream.local().ok_or("RDMA needs a connection between IP addresses")?;
+        let mut link = Link {
+            destination: Destination::new(&regions, accept.config(), monotonic_now()),
+            messages: Messages::new(stream),
+            nic: None,
+            token,
+            accepting: None,
+            completions: Vec::new(),
+            down: None,
+            round_ended: false,
+            source_closed: false,
+            closed: false,
+            finished: false,
+            lost: None,
+        };
+        let opened = nic::open_at(accept.provider, at, ram).and_then(|(mut nic, provider)| {
+            let port = nic.listen(at)?;
+            Ok((nic, Door { provider, port }))
+        });
+        match opened {
+            Ok((nic, door)) => {
+                link.nic = Some(nic);
+                link.messages.queue(&RdmaMessage::Door(door));
+            }
+            Err(reason) => link.destination.give_up(reason),
+        }
+        let mode = Mode::Rdma(Box::new(link));
+        Ok(RdmaReceiver { mode, placer, said: VecDeque::new(), bytes: 0 })
+    }
+
+    /// What was met.
+    pub fn take(&mut self) -> Option<Received> {
+        self.said.pop_front()
+    }
+
+    /// Bytes of page frames so far; what queue pairs write is not seen.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether nothing more will come.
+    pub fn is_finished(&self) -> bool {
+        matches!(self.mode, Mode::Over)
+    }
+
+    /// Does what can be done now; whether there was anything.
+    ///
+    /// # Errors
+    /// The connection is lost, or the peer broke the protocol. One line for people.
+    pub fn step(&mut self) -> Result<bool, String> {
+        let result = self.try_step();
+        if result.is_err() {
+            self.mode = Mode::Over;
+        }
+        result
+    }
+
+    fn try_step(&mut self) -> Result<bool, String> {
+        match &mut self.mode {
+            Mode::Over => Ok(false),
+            Mode::Rdma(link) => {
+                let busy = link.step(&self.placer, &mut self.said)?;
+                if link.finished {
+                    self.mode = Mode::Over;
+                } else if link.closed && link.source_closed {
+                    self.fall_back()?;
+                }
+                Ok(busy)
+            }
+            Mode::Pages(receiver) => match receiver.advance().map_err(|error| error.to_string())? {
+                Arrival::Nothing => Ok(false),
+                Arrival::Bytes(bytes) => {
+                    self.bytes += bytes.0;
+                    Ok(true)
+                }
+                Arrival::Barrier { round } => {
+                    self.bytes += 1;
+                    self.said.push_back(Received::Round { round });
+                    Ok(true)
+                }
+            },
+        }
+    }
+
+    fn fall_back(&mut self) -> Result<(), String> {
+        let Mode::Rdma(link) = std::mem::replace(&mut self.mode, Mode::Over) else { return Ok(()) };
+        let reason = link.destination.cause().map_or_else(String::new, |cause| super::chain(cause));
+        self.said.push_back(Received::FellBack { reason });
+        let receiver = PageReceiver::new(link.messages.into_stream(), Arc::clone(&self.placer));
+        self.mode = Mode::Pages(receiver.map_err(|error| format!("no pipe: {error}"))?);
+        Ok(())
+    }
+
+    /// Waits until `wake` is raised, something is to be done, or `limit` passes; may return early.
+    pub fn wait(&mut self, breaker: &Stream, wake: &Wake, limit: Duration) -> io::Result<()> {
+        match &mut self.mode {
+            Mode::Over => Ok(()),
+            Mode::Rdma(link) => link.wait(wake, limit),
+            Mode::Pages(_) => {
+                let mut fds =
+                    [PollFd::new(breaker, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
+                wait_any(&mut fds, limit).map(drop)
+            }
+        }
+    }
+}
+
+impl Link {
+    fn step(&mut self, placer: &Placer, said: &mut VecDeque<Received>) -> Result<bool, String> {
+        let mut busy = self.read_messages();
+        busy |= self.take_done();
+        busy |= self.take_completions();
+        self.let_in();
+        let now = monotonic_now();
+        if self.destination.poll_timeout().is_some_and(|at| at <= now) {
+            self.destination.on_timeout(now);
+        }
+        while let Some(action) = self.destination.poll_action() {
+            busy = true;
+            self.perform(action, placer, said);
+        }
+        if let Err(error) = self.messages.flush()
+            && !self.finished
+        {
+            self.lose_stream(&MessageError::Io(error));
+        }
+        match self.lost.take() {
+            Some(reason) if !self.finished => Err(reason),
+            _ => Ok(busy),
+        }
+    }
+
+    fn wait(&mut self, wake: &Wake, limit: Duration) -> io::Result<()> {
+        let now = monotonic_now();
+        let due = self.destination.poll_timeout().map_or(limit, |at| limit.min(at.since(now)));
+        let due = if self.down.is_some() { due.min(REASON_GRACE) } else { due };
+        if let Some(nic) = &mut self.nic
+            && self.round_ended
+        {
+            // An error shows again at the next poll.
+            let _ = nic.wait(QueueIndex(0), due.min(SHORT_WAIT), &mut self.completions);
+            return Ok(());
+        }
+        let due = if self.accepting.is_some() { Duration::ZERO } else { due };
+        let mut fds = vec![
+            PollFd::new(self.messages.stream(), PollFlags::IN),
+            PollFd::new(wake, PollFlags::IN),
+        ];
+        if let Some(nic) = &self.nic {
+            fds.push(PollFd::new(nic.wake(), PollFlags::IN));
+        }
+        wait_any(&mut fds, due).map(drop)
+    }
+
+    /// The source's last message is its close: what comes behind it is not read here.
+    fn read_messages(&mut self) -> bool {
+        let mut busy = false;
+        while !self.source_closed && self.lost.is_none() {
+            match self.messages.try_receive() {
+                Ok(None) => break,
+                Ok(Some(message)) => {
+                    busy = true;
+                    match &message {
+                        RdmaMessage::Close { .. } => self.source_closed = true,
+                        RdmaMessage::RoundEnd(_) => self.round_ended = true,
+                        _ => {}
+                    }
+                    self.destination.on_message(monotonic_now(), &message);
+                }
+                Err(error) => self.lose_stream(&error),
+            }
+        }
+        busy
+    }
+
+    fn lose_stream(&mut self, error: &MessageError) {
+        let reason = format!("the RDMA connection: {error}");
+        self.destination.on_control_lost(reason.as_str());
+        self.lost = Some(reason);
+    }
+
+    fn take_done(&mut self) -> bool {
+        let Some(nic) = self.nic.as_mut().filter(|nic| nic.is_any_done()) else { return false };
+        while let Some(done) = nic.take_done() {
+            match done {
+                Done::Registered(unit, result) => {
+                    let registered = result.map(|keys| Registered {
+                        address: keys.address.0,
+                        key: RemoteKey(keys.remote.0),
+                    });
+                    self.destination.on_registered(unit, registered);
+                }
+                Done::Deregistered(unit) => self.destination.on_deregistered(unit),
+            }
+        }
+        true
+    }
+
+    fn take_completions(&mut self) -> bool {
+        let down = match &mut self.nic {
+            Some(nic) => nic.poll(&mut self.completions),
+            None => return false,
+        };
+        let busy = !self.completions.is_empty();
+        for (queue, completion) in self.completions.drain(..) {
+            if completion.side == Side::Receive
+                && completion.status == Status::SUCCESS
+                && let Some(round) = completion.immediate
+            {
+                self.destination.on_marker(queue, round);
+            }
+        }
+        match down {
+            Ok(None) => {}
+            Ok(Some(queue)) => self.on_down(queue),
+            Err(reason) => self.destination.give_up(reason),
+        }
+        busy
+    }
+
+    fn on_down(&mut self, queue: QueueIndex) {
+        let now = monotonic_now();
+        let (queue, since) = *self.down.get_or_insert((queue, now));
+        if now.since(since) >= REASON_GRACE {
+            // Not `on_queue_lost`: the source would get no reason before the revocation.
+            self.destination.give_up(format!("queue pair {} was disconnected", queue.0));
+        }
+    }
+
+    fn let_in(&mut self) {
+        let (Some(queues), Some(nic)) = (self.accepting, &mut self.nic) else { return };
+        match nic.accept(queues, self.token, SHORT_WAIT) {
+            Ok(false) => {}
+            Ok(true) => self.accepting = None,
+            Err(reason) => {
+                self.accepting = None;
+                self.destination.give_up(reason);
+            }
+        }
+    }
+
+    fn perform(
+        &mut self,
+        action: DestinationAction,
+        placer: &Placer,
+        said: &mut VecDeque<Received>,
+    ) {
+        match action {
+            DestinationAction::Send(message) => self.messages.queue(&message),
+            DestinationAction::Accepted(Terms { queues, .. }) => self.accepting = Some(queues),
+            DestinationAction::Register { unit, pages } => {
+                mark_filled(placer, pages);
+                let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+                match &mut self.nic {
+                    Some(nic) => nic.register(unit, pages, access),
+                    None => self.destination.on_registered(unit, Err("no device".to_owned())),
+                }
+            }
+            DestinationAction::Deregister { unit } => match &mut self.nic {
+                Some(nic) => nic.deregister(unit),
+                None => self.destination.on_deregistered(unit),
+            },
+            DestinationAction::Zero { sequence, ranges } => {
+                ranges.iter().for_each(|range| make_zero(placer, *range));
+                self.destination.on_zeroed(sequence);
+            }
+            DestinationAction::PostReceive(queue) => {
+                if let Some(nic) = &mut self.nic
+                    && let Err(reason) = nic.post_receive(queue)
+                {
+                    self.destination.give_up(reason);
+                }
+            }
+            DestinationAction::RoundArrived { round, last } => {
+                self.round_ended = false;
+                self.finished |= last;
+                said.push_back(Received::Round { round });
+            }
+            DestinationAction::CloseQueues => {
+                self.accepting = None;
+                self.round_ended = false;
+                if let Some(nic) = &mut self.nic {
+                    nic.close(&mut self.completions);
+                }
+                self.completions.clear();
+                self.down = None;
+                self.destination.on_queues_closed();
+            }
+            DestinationAction::Closed => self.closed = true,
+        }
+    }
+}
+
+/// From its registration on a unit may hold anything.
+fn mark_filled(placer: &Placer, pages: PageSpan) {
+    for (first, count) in parts(pages, u64::from(u32::MAX)) {
+        placer.data_target(pages.region(), first, count).expect("checked against the layout");
+    }
+}
+
+/// Makes pages zero without giving any of them back to the host. Where a unit was never
+/// registered they are zero already, and stay holes. Registered pages may be written again at any
+/// time, unseen.
+fn make_zero(placer: &Placer, pages: PageSpan) {
+    for (first, count) in parts(pages, ZERO_PAGES_MAX) {
+        let cleared = placer.zero(pages.region(), first, count);
+        if cleared.expect("checked against the layout").0 > 0 {
+            let part = placer.data_target(pages.region(), first, count);
+            part.expect("checked against the layout");
+        }
+    }
+}
+
+/// Cuts pages into parts: first page and count.
+fn parts(pages: PageSpan, most: u64) -> impl Iterator<Item = (u64, u32)> {
+    let mut next = pages.first_page();
+    std::iter::from_fn(move || {
+        let count = most.min(pages.end() - next);
+        let first = next;
+        next += count;
+        (count > 0).then(|| (first, u32::try_from(count).expect("at most a part")))
+    })
+}
