@@ -169,6 +169,14 @@ impl CommandQueue {
         stats
     }
 
+    /// Goes on counting where another queue has ended.
+    pub(crate) fn set_past(&mut self, past: QueueStats) {
+        self.stats = past;
+        for stats in self.stats.opcodes.values_mut() {
+            stats.in_flight = 0;
+        }
+    }
+
     /// Whether the device has a command of which somebody waits for the answer.
     pub fn is_idle(&self) -> bool {
         self.slots.iter().all(|slot| slot.state != SlotState::Posted)

@@ -39,13 +39,13 @@ impl Mlx5Device {
         }
         let tail: Vec<usize> = (used..before).collect();
         let tail = control.queues.with_object(&tail);
-        let faults = control.queues.stop(&self.firmware, &tail, &self.guest);
+        let mut faults = control.queues.stop(&self.firmware, &tail, &self.guest);
         if !faults.is_empty() {
-            // One that can't be stopped is ended: the guest does not use it any more.
-            let faults = self.end_running(control, &tail);
-            if !faults.is_empty() {
-                return Err(faults.into_error(ACTION));
-            }
+            // As before: where a queue is that was not stopped in order can't be made up.
+            control.queues.used = before;
+            let starting = Starting::begin(&control.queues.active(), Target::Running);
+            faults.extend(starting.run(&self.firmware, &mut control.queues, &self.guest));
+            return Err(faults.into_error(ACTION));
         }
         Ok(())
     }
@@ -55,12 +55,8 @@ impl Mlx5Device {
         let runs =
             |index: &usize| control.queues.object(*index).is_some_and(|object| !object.stands());
         let running: Vec<usize> = which.iter().copied().filter(runs).collect();
-        let faults = control.queues.destroy(&self.firmware, &running, &self.guest);
-        // Where they were is lost with them; the guest resets queues before it uses them again.
-        for index in running {
-            control.queues.list[index].at.get_or_insert_default();
-        }
-        faults
+        // Where they were is lost with them: they are out of order until a reset.
+        control.queues.destroy(&self.firmware, &running, &self.guest)
     }
 
     fn grow(&self, control: &mut Control, before: usize, used: usize) -> Result<(), VdpaError> {
@@ -83,7 +79,7 @@ impl Mlx5Device {
         }
         let stopped = control.queues.stop(&self.firmware, &added, &self.guest);
         if !stopped.is_empty() {
-            self.end_running(control, &added);
+            faults.extend(self.end_running(control, &added));
         }
         Err(faults.into_error(ACTION))
     }

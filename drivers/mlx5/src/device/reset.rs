@@ -55,11 +55,13 @@ impl Mlx5Device {
 
     /// Takes the function down and brings it up again: what was made on it is gone.
     fn restart_function(&self, control: &mut Control) -> Result<(), BringUpError> {
-        if !self.firmware.tear_down(&[]) {
-            return Err(BringUpError::Lacks("answers to its teardown"));
+        let is_down = self.firmware.tear_down(&[]);
+        if is_down {
+            self.forget_function(control);
         }
+        let setup = self.firmware.restart(is_down)?;
+        // It has begun anew: if not before, then now there is nothing of the old any more.
         self.forget_function(control);
-        let setup = self.firmware.restart()?;
         control.keys = super::new_keys(&setup, self.firmware.options());
         control.queues.common.pd = setup.pd;
         control.setup = setup;

@@ -104,20 +104,9 @@ impl Firmware {
         waiter: Arc<dyn Waiter>,
         options: Options,
     ) -> Result<(Firmware, Setup), BringUpError> {
-        let limit = waiter.now().after(options.deadlines.setup);
-        check_interface(&*registers)?;
-        wait_for_start(&*registers, &*waiter, limit, options.deadlines.setup)?;
-        let shape = CommandQueueShape::from_register(read(&*registers, CMDQ_ADDR_LOW));
-        let limits = QueueOptions { mailbox_bytes_max: options.mailbox_bytes_max };
-        let queue = CommandQueue::new(Arc::clone(&dma), shape, limits)?;
-        let queue = queue.ok_or(BringUpError::Shape(shape))?;
-        let [high, low] = halves(queue.page_at().0);
-        registers.write32(CMDQ_ADDR_HIGH, high.to_be());
-        registers.write32(CMDQ_ADDR_LOW, low.to_be());
-        wait_for_start(&*registers, &*waiter, limit, options.deadlines.setup)?;
-
+        let queue = hand_over_queue(&*registers, &dma, &*waiter, &options)?;
         let firmware = Firmware::new(registers, dma, waiter, options, queue);
-        match firmware.restart() {
+        match firmware.enable_and_start() {
             Ok(setup) => Ok((firmware, setup)),
             Err(error) => {
                 if !firmware.tear_down(&[]) {
@@ -129,8 +118,22 @@ impl Firmware {
         }
     }
 
-    /// Brings the function up (again), from where [`Self::tear_down`] leaves it.
-    pub(crate) fn restart(&self) -> Result<Setup, BringUpError> {
+    /// Brings the function up again after [`Self::tear_down`], with a command queue of its own: the
+    /// old one may have slots that will never be answered. Telling the device another command page
+    /// is how a driver begins; nothing is left of what was before.
+    pub(crate) fn restart(&self, is_down: bool) -> Result<Setup, BringUpError> {
+        let (registers, waiter) = (self.registers(), self.waiter());
+        let queue = hand_over_queue(registers, self.dma_handle(), waiter, self.options())?;
+        let old = self.replace_queue(queue);
+        let outcome = self.enable_and_start();
+        if outcome.is_err() && !is_down {
+            // Perhaps the device did not listen, and still writes to what it had.
+            std::mem::forget(old);
+        }
+        outcome
+    }
+
+    fn enable_and_start(&self) -> Result<Setup, BringUpError> {
         self.enable()?;
         self.start()
     }
@@ -301,6 +304,28 @@ fn read(registers: &dyn Registers, offset: u64) -> u32 {
 fn halves(address: u64) -> [u32; 2] {
     let [a, b, c, d, e, f, g, h] = address.to_be_bytes();
     [u32::from_be_bytes([a, b, c, d]), u32::from_be_bytes([e, f, g, h])]
+}
+
+/// The handshake: the device tells what its command queue looks like, and gets one.
+fn hand_over_queue(
+    registers: &dyn Registers,
+    dma: &Arc<dyn Dma>,
+    waiter: &dyn Waiter,
+    options: &Options,
+) -> Result<CommandQueue, BringUpError> {
+    let waited = options.deadlines.setup;
+    let limit = waiter.now().after(waited);
+    check_interface(registers)?;
+    wait_for_start(registers, waiter, limit, waited)?;
+    let shape = CommandQueueShape::from_register(read(registers, CMDQ_ADDR_LOW));
+    let limits = QueueOptions { mailbox_bytes_max: options.mailbox_bytes_max };
+    let queue = CommandQueue::new(Arc::clone(dma), shape, limits)?;
+    let queue = queue.ok_or(BringUpError::Shape(shape))?;
+    let [high, low] = halves(queue.page_at().0);
+    registers.write32(CMDQ_ADDR_HIGH, high.to_be());
+    registers.write32(CMDQ_ADDR_LOW, low.to_be());
+    wait_for_start(registers, waiter, limit, waited)?;
+    Ok(queue)
 }
 
 fn check_interface(registers: &dyn Registers) -> Result<(), BringUpError> {

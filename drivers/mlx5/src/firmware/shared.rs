@@ -125,6 +125,22 @@ impl Firmware {
         &*self.dma
     }
 
+    pub(super) fn dma_handle(&self) -> &Arc<dyn Dma> {
+        &self.dma
+    }
+
+    /// Begins with another command queue. Gives what the device had of the driver's memory.
+    pub(super) fn replace_queue(&self, queue: CommandQueue) -> impl Sized + use<> {
+        let mut state = self.lock();
+        let old = std::mem::replace(&mut state.queue, queue);
+        let past = old.stats();
+        state.queue.set_past(past);
+        state.events = None;
+        state.late_keys.clear();
+        state.cleanup = Cleanup::new(self.options.deadlines.setup);
+        (old, std::mem::take(&mut state.pages))
+    }
+
     /// The device's clock.
     pub fn now(&self) -> Instant {
         self.waiter.now()
