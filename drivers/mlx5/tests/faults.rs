@@ -205,14 +205,14 @@ fn one(name: &str, fault: Fault, command: u64, resumable: bool, time: Time) -> b
         rig.assert_frames_flow();
         // A hidden table would not let go of queues that have to be made anew.
         if !may_hide || (resumable && outcome.is_ok()) {
-            check_all_works(&mut rig);
+            check_all_works(&mut rig, matches!(fault, Fault::Lost { .. }));
         }
     }
     // Whatever has happened: after a reset the device is as new.
     rig.device.reset().unwrap();
     rig.set_up();
     rig.device.start().unwrap();
-    check_all_works(&mut rig);
+    check_all_works(&mut rig, false);
     let Rig { device, model, bus, .. } = rig;
     drop(device);
     assert_eq!(model.stats().queues.len(), 0);
@@ -220,12 +220,15 @@ fn one(name: &str, fault: Fault, command: u64, resumable: bool, time: Time) -> b
     struck > 0
 }
 
-fn check_all_works(rig: &mut Rig) {
+/// Frames flow, and it can be suspended: unless a start is lost, which may come yet.
+fn check_all_works(rig: &mut Rig, is_lost: bool) {
     rig.assert_frames_flow();
     rig.pass(Duration::from_millis(200));
     rig.assert_frames_flow();
-    rig.suspend().unwrap();
-    rig.resume().unwrap();
+    match rig.suspend() {
+        Ok(()) => rig.resume().unwrap(),
+        Err(error) => assert!(is_lost && error.to_string().contains("may come yet"), "{error}"),
+    }
     rig.assert_frames_flow();
 }
 

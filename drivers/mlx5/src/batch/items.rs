@@ -19,12 +19,14 @@ pub enum ItemState {
 pub struct Item {
     request: Request,
     pub(super) predecessor: Option<usize>,
+    /// Under which number it was issued.
+    pub(super) id: Option<CommandId>,
     pub(super) state: ItemState,
 }
 
 impl Item {
     pub(super) fn new(request: Request, predecessor: Option<usize>) -> Item {
-        Item { request, predecessor, state: ItemState::Waiting }
+        Item { request, predecessor, id: None, state: ItemState::Waiting }
     }
 
     /// What it asks for.

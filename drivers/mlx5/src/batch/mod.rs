@@ -17,7 +17,7 @@ mod tests;
 
 pub use items::{Item, ItemState};
 
-use crate::command::{CommandError, CommandQueue, Output, Request, SubmitError, UserId};
+use crate::command::{CommandError, CommandId, CommandQueue, Output, Request, SubmitError, UserId};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -141,6 +141,11 @@ impl Batch {
             ItemState::Ended(result) => Some(result),
             ItemState::Waiting | ItemState::Issued(_) => None,
         }
+    }
+
+    /// Under which number an item was issued; `None` if it was not.
+    pub fn command(&self, number: usize) -> Option<CommandId> {
+        self.items.get(number)?.id
     }
 
     /// What became of all items, in order. Empty while it is not done.
@@ -276,10 +281,11 @@ impl Batch {
         self.refused_since.is_some_and(|since| now.since(since) >= self.options.deadline)
     }
 
-    fn issued(&mut self, number: usize, id: crate::command::CommandId) {
+    fn issued(&mut self, number: usize, id: CommandId) {
         self.ready.pop_front().or_else(|| self.followers.pop_front());
         self.refused_since = None;
         self.items[number].state = ItemState::Issued(id);
+        self.items[number].id = Some(id);
         self.outstanding.push_back(number);
         self.outstanding_max = self.outstanding_max.max(self.outstanding.len());
     }

@@ -187,6 +187,12 @@ impl CommandQueue {
         self.slots.iter().any(|slot| slot.state == SlotState::Quarantined)
     }
 
+    /// Whether a command that was given up is still with the device: it may yet happen.
+    pub fn is_out(&self, id: CommandId) -> bool {
+        let is_it = |slot: &Slot| slot.command.as_ref().is_some_and(|posted| posted.id == id);
+        self.slots.iter().any(is_it)
+    }
+
     /// Whether the device is gone.
     pub fn is_gone(&self) -> bool {
         self.is_gone

@@ -5,7 +5,8 @@ use super::events::EventQueue;
 use super::pages::{PageKeeper, PageStats};
 use crate::batch::{Batch, BatchOptions, OnFailure};
 use crate::command::{
-    CommandError, CommandQueue, Detection, LateCompletion, Output, QueueStats, Request, UserId,
+    CommandError, CommandId, CommandQueue, Detection, LateCompletion, Output, QueueStats, Request,
+    UserId,
 };
 use crate::options::{Options, Pace};
 use martlet_device_io::{Dma, Registers, Waiter};
@@ -165,6 +166,11 @@ impl Firmware {
     /// Whether the device is gone.
     pub fn is_gone(&self) -> bool {
         self.lock().queue.is_gone()
+    }
+
+    /// Whether a command that was given up is still with the device: it may yet happen.
+    pub(crate) fn is_out(&self, id: CommandId) -> bool {
+        self.lock().queue.is_out(id)
     }
 
     /// Whether the function may have something of which nobody knows the number.

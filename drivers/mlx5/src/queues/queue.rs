@@ -2,7 +2,7 @@
 
 use super::state::{ObjectEvent, ObjectState};
 use super::umem::UmemPiece;
-use crate::command::{CommandError, Keep, Output, Request};
+use crate::command::{CommandError, CommandId, Keep, Output, Request};
 use crate::memory::MapRef;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
 use martlet_mlx5_abi::virtq::{
@@ -52,6 +52,9 @@ pub(crate) struct Object {
     pub(crate) id: u32,
     pub(crate) size: u16,
     pub(crate) state: ObjectState,
+    /// A start that was not answered. While the device has it, it may yet happen, whatever the
+    /// object was told since.
+    pub(crate) start_out: Option<CommandId>,
     /// What it was made or modified with last. Its indices are `None` while they move.
     pub(crate) fields: Fields,
     /// Its memory for the firmware.
@@ -214,9 +217,9 @@ impl Object {
                 self.change(ObjectEvent::FoundBroken);
                 Ok(Some(at))
             }
-            // Its start never happened.
+            // Its start has not happened.
             VirtqState::INIT if matches!(self.state, ObjectState::Init | ObjectState::Unknown) => {
-                self.change(ObjectEvent::FoundBroken);
+                self.change(ObjectEvent::FoundInit);
                 Ok(None)
             }
             _ => Err(output.nonsense("an impossible state")),

@@ -97,6 +97,12 @@ impl Queues {
         self.list.get_mut(index)?.object.as_mut()
     }
 
+    /// Whether a start of this queue that was not answered may come yet.
+    pub(crate) fn may_start_yet(&self, firmware: &Firmware, index: usize) -> bool {
+        let start = self.object(index).and_then(|object| object.start_out);
+        start.is_some_and(|id| firmware.is_out(id))
+    }
+
     /// Receive queues' object numbers, of these queues.
     pub(crate) fn receivers(&self, queues: &[usize]) -> Vec<u32> {
         let receive = queues.iter().filter(|index| index.is_multiple_of(2));

@@ -8,7 +8,7 @@ use super::state::{ObjectEvent, ObjectState};
 use super::table::{TABLE_TRIES_MAX, TableStep};
 use super::umem::UmemPlan;
 use crate::batch::{Batch, OnFailure};
-use crate::command::{CommandError, Output, Request};
+use crate::command::{CommandError, CommandId, Output, Request};
 use crate::firmware::Firmware;
 use crate::options::Pace;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortOut, object_type};
@@ -123,7 +123,8 @@ impl Starting {
                 // At once, not when all are done: guests wait.
                 while let Some(number) = batch.poll_item() {
                     if let (Some(item), Some(result)) = (items.get(number), batch.result(number)) {
-                        failed.extend(readied(queues, gates, item.clone(), result));
+                        let id = batch.command(number);
+                        failed.extend(readied(queues, gates, item.clone(), id, result));
                     }
                 }
                 done
@@ -383,7 +384,8 @@ impl Starting {
             Ok(id) => {
                 let Made { index, fields, hold, umem, size } = made;
                 let (state, holds) = (ObjectState::Init, vec![hold]);
-                queues.list[index].object = Some(Object { id, size, state, fields, umem, holds });
+                queues.list[index].object =
+                    Some(Object { id, size, state, start_out: None, fields, umem, holds });
             }
             Err(error) => {
                 let is_wrong = |status| is_status(result, status);
@@ -484,6 +486,12 @@ impl Starting {
             return self.table_in(firmware, queues);
         }
         self.second = true;
+        // One whose start may come yet is only told to start once more: made anew, it would be
+        // where it was before it ran.
+        let is_broken = |index: &usize| {
+            queues.object(*index).is_some_and(|object| object.state == ObjectState::Broken)
+        };
+        again.retain(|index| is_broken(index) || !queues.may_start_yet(firmware, *index));
         self.remake = again;
         self.table_out(firmware, queues)
     }
@@ -553,6 +561,7 @@ fn readied(
     queues: &mut Queues,
     gates: &impl Gates,
     item: Item,
+    id: Option<CommandId>,
     result: &Result<Output, CommandError>,
 ) -> Option<(usize, CommandError)> {
     match item {
@@ -578,6 +587,7 @@ fn readied(
                 Err(error) => {
                     if error.may_be_done() {
                         object.change(ObjectEvent::Unanswered);
+                        object.start_out = id;
                         object.may_have_fields(&fields, Some(hold));
                     }
                     Some((index, error.clone()))

@@ -24,6 +24,8 @@ pub enum ObjectEvent {
     Stopped,
     /// A change was not answered, or not in a way that tells whether it was done.
     Unanswered,
+    /// A query has found it in INIT.
+    FoundInit,
     /// A query has found it in RDY.
     FoundReady,
     /// A query has found it in SUSPEND.
@@ -52,16 +54,23 @@ impl ObjectState {
             // A second try after one that was not answered.
             (S::Unknown, E::Started) => Some(S::Ready),
             (S::Init | S::Ready | S::Suspended | S::Unknown, E::Unanswered) => Some(S::Unknown),
+            (S::Init | S::Unknown, E::FoundInit) => Some(S::Init),
             (S::Init | S::Ready | S::Suspended | S::Unknown, E::FoundReady) => Some(S::Ready),
             (S::Init | S::Ready | S::Suspended | S::Unknown, E::FoundSuspended) => {
                 Some(S::Suspended)
             }
             (_, E::FoundBroken) => Some(S::Broken),
-            (S::Ready, E::Started)
+            (S::Ready, E::Started | E::FoundInit)
+            | (S::Suspended, E::FoundInit)
             | (S::Init | S::Suspended, E::Stopped)
             | (
                 S::Broken,
-                E::Started | E::Stopped | E::Unanswered | E::FoundReady | E::FoundSuspended,
+                E::Started
+                | E::Stopped
+                | E::Unanswered
+                | E::FoundInit
+                | E::FoundReady
+                | E::FoundSuspended,
             ) => None,
         }
     }
@@ -69,10 +78,11 @@ impl ObjectState {
 
 impl ObjectEvent {
     /// All events.
-    pub const ALL: [ObjectEvent; 6] = [
+    pub const ALL: [ObjectEvent; 7] = [
         ObjectEvent::Started,
         ObjectEvent::Stopped,
         ObjectEvent::Unanswered,
+        ObjectEvent::FoundInit,
         ObjectEvent::FoundReady,
         ObjectEvent::FoundSuspended,
         ObjectEvent::FoundBroken,

@@ -92,7 +92,7 @@ impl Stopping {
                     let round = *round + 1;
                     self.phase = self.read(firmware, queues, round);
                 }
-                Phase::Over => return Some(self.faults(queues)),
+                Phase::Over => return Some(self.faults(firmware, queues)),
             }
         }
     }
@@ -112,9 +112,16 @@ impl Stopping {
         Phase::Read { batch, queues: which, round }
     }
 
-    fn faults(&self, queues: &Queues) -> Faults {
+    fn faults(&self, firmware: &Firmware, queues: &Queues) -> Faults {
         let mut faults = Faults::default();
         for index in self.queues.iter().copied() {
+            // It would not stay where it is.
+            if queues.may_start_yet(firmware, index) {
+                let what = "an earlier start that was not answered may come yet";
+                let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+                faults.add(index, CommandError::Nonsense { opcode, what });
+                continue;
+            }
             let stands = queues.object(index).is_none_or(|object| object.stands());
             if stands && queues.list[index].at.is_some() {
                 continue;
