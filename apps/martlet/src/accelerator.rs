@@ -156,6 +156,8 @@ pub(crate) fn model_queue(config: DeviceConfig) -> Result<(Arc<WorkQueue>, Arc<S
 #[cfg(test)]
 mod tests {
     use super::*;
+    use martlet_ram::{CHUNK_PAGES, Chunk, ChunkBits, GuestRam, RegionIndex};
+    use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
 
     #[test]
     fn words_are_read_as_they_are_written() {
@@ -167,6 +169,47 @@ mod tests {
         }
         for bad in ["", "dsa", "dsa:", "dsa:/dev/null", "gpu", "dsa:/dev/dsa/wq0.0,"] {
             assert!(bad.parse::<ZeroCheckArg>().is_err(), "{bad}");
+        }
+    }
+
+    /// One bit anywhere in a chunk: every method of this host and the driver on the model agree.
+    #[test]
+    #[allow(unsafe_code)]
+    // UNSAFETY: the test writes memory as a guest would.
+    fn all_methods_see_any_single_bit() {
+        let range = PageRange::try_new(Gfn(0), PageCount(CHUNK_PAGES)).unwrap();
+        let ram = Arc::new(GuestRam::create(&[range]).unwrap());
+        let write = |bit: u64, value: u8| {
+            let byte = ram.regions()[0].host_ptr(bit / 8 / PAGE_SIZE);
+            // SAFETY: a byte of the region; only this thread uses it.
+            unsafe { byte.add(usize::try_from(bit / 8 % PAGE_SIZE).unwrap()).write(value) };
+        };
+        (0..CHUNK_PAGES).for_each(|page| write(page * PAGE_SIZE * 8, 0));
+        let instant = model_queue(DeviceConfig::instant()).unwrap();
+        let queue = DsaQueue { queue: instant.0, device: 0, profile: DeviceProfile::default() };
+        let always = OffloadPolicy::CpuWhenFull;
+        let model: Arc<dyn ZeroFinders> =
+            Arc::new(DsaFinders::new(always, vec![queue], None, instant.1));
+        let mut finders: Vec<_> = ZeroCheck::supported()
+            .map(|check| Arc::new(CpuFinders(check)) as Arc<dyn ZeroFinders>)
+            .chain([model])
+            .map(|finders| (finders.name(), finders.open(&ram, 0).unwrap()))
+            .collect();
+        let bits = CHUNK_PAGES * PAGE_SIZE * 8;
+        let mut bit = 0x9e37_79b9_7f4a_7c15_u64;
+        for _ in 0..300 {
+            bit = bit.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let at = (bit >> 20) % bits;
+            write(at, 1 << (at % 8));
+            let mut expected = ChunkBits::FULL;
+            expected.clear(u32::try_from(at / 8 / PAGE_SIZE).unwrap());
+            for (name, finder) in &mut finders {
+                let chunk = Chunk { region: RegionIndex(0), first_page: 0, bits: ChunkBits::FULL };
+                finder.submit(chunk);
+                let found = finder.collect();
+                assert_eq!(found, Some((chunk, expected)), "{name}, bit {at}");
+            }
+            write(at, 0);
         }
     }
 

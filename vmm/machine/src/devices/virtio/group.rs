@@ -19,6 +19,12 @@ use martlet_vdpa::Counters;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Between two looks at devices that are being suspended or resumed. A device takes milliseconds,
+/// and has the next commands already; whoever spins meanwhile takes the core that its guest, or
+/// the device's own work, needs.
+const LOOK_INTERVAL: Duration = Duration::from_micros(20);
 
 /// What the cards must know of the whole.
 #[derive(Default)]
@@ -234,7 +240,7 @@ impl Nics {
                 }
             });
             if !waiting.is_empty() {
-                rustix::thread::sched_yield();
+                std::thread::sleep(LOOK_INTERVAL);
             }
         }
     }
