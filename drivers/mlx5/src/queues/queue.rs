@@ -52,9 +52,9 @@ pub(crate) struct Object {
     pub(crate) id: u32,
     pub(crate) size: u16,
     pub(crate) state: ObjectState,
-    /// A start that was not answered. While the device has it, it may yet happen, whatever the
-    /// object was told since.
-    pub(crate) start_out: Option<CommandId>,
+    /// Starts, and changes of fields, that were not answered. While the device has one, it may yet
+    /// happen, whatever the object was told since.
+    pub(crate) changes_out: Vec<CommandId>,
     /// What it was made or modified with last. Its indices are `None` while they move.
     pub(crate) fields: Fields,
     /// Its memory for the firmware.

@@ -97,10 +97,10 @@ impl Queues {
         self.list.get_mut(index)?.object.as_mut()
     }
 
-    /// Whether a start of this queue that was not answered may come yet.
-    pub(crate) fn may_start_yet(&self, firmware: &Firmware, index: usize) -> bool {
-        let start = self.object(index).and_then(|object| object.start_out);
-        start.is_some_and(|id| firmware.is_out(id))
+    /// Whether a start of this queue, or a change, that was not answered may come yet.
+    pub(crate) fn may_change_yet(&self, firmware: &Firmware, index: usize) -> bool {
+        let changes = self.object(index).map(|object| &object.changes_out[..]);
+        changes.unwrap_or_default().iter().any(|id| firmware.is_out(*id))
     }
 
     /// Receive queues' object numbers, of these queues.

@@ -385,7 +385,7 @@ impl Starting {
                 let Made { index, fields, hold, umem, size } = made;
                 let (state, holds) = (ObjectState::Init, vec![hold]);
                 queues.list[index].object =
-                    Some(Object { id, size, state, start_out: None, fields, umem, holds });
+                    Some(Object { id, size, state, changes_out: Vec::new(), fields, umem, holds });
             }
             Err(error) => {
                 let is_wrong = |status| is_status(result, status);
@@ -491,7 +491,7 @@ impl Starting {
         let is_broken = |index: &usize| {
             queues.object(*index).is_some_and(|object| object.state == ObjectState::Broken)
         };
-        again.retain(|index| is_broken(index) || !queues.may_start_yet(firmware, *index));
+        again.retain(|index| is_broken(index) || !queues.may_change_yet(firmware, *index));
         self.remake = again;
         self.table_out(firmware, queues)
     }
@@ -569,7 +569,10 @@ fn readied(
             let object = queues.object_mut(index)?;
             match result {
                 Ok(_) => object.has_fields(&fields, Some(hold)),
-                Err(error) if error.may_be_done() => object.may_have_fields(&fields, Some(hold)),
+                Err(error) if error.may_be_done() => {
+                    object.changes_out.extend(id);
+                    object.may_have_fields(&fields, Some(hold));
+                }
                 Err(_) => {}
             }
             // Its second command tells, by being skipped.
@@ -587,7 +590,7 @@ fn readied(
                 Err(error) => {
                     if error.may_be_done() {
                         object.change(ObjectEvent::Unanswered);
-                        object.start_out = id;
+                        object.changes_out.extend(id);
                         object.may_have_fields(&fields, Some(hold));
                     }
                     Some((index, error.clone()))

@@ -116,7 +116,7 @@ impl Stopping {
         let mut faults = Faults::default();
         for index in self.queues.iter().copied() {
             // It would not stay where it is.
-            if queues.may_start_yet(firmware, index) {
+            if queues.may_change_yet(firmware, index) {
                 let what = "an earlier start that was not answered may come yet";
                 let opcode = Opcode::MODIFY_GENERAL_OBJECT;
                 faults.add(index, CommandError::Nonsense { opcode, what });
