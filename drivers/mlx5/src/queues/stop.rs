@@ -114,6 +114,11 @@ impl Stopping {
 
     fn faults(&self, firmware: &Firmware, queues: &Queues) -> Faults {
         let mut faults = Faults::default();
+        if !queues.orphans.is_empty() {
+            let what = "a virtqueue that could not be destroyed may run";
+            let opcode = Opcode::DESTROY_GENERAL_OBJECT;
+            faults.add_general(CommandError::Nonsense { opcode, what });
+        }
         for index in self.queues.iter().copied() {
             // It would not stay where it is.
             if queues.may_change_yet(firmware, index) {
