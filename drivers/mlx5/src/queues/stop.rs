@@ -17,6 +17,9 @@ const READS_MAX: u32 = 2;
 pub(crate) struct Stopping {
     queues: Vec<usize>,
     phase: Phase,
+    /// Queues of which an earlier change was not answered when this began: it may come, or may have
+    /// come, after they were asked where they stand.
+    unsettled: Vec<usize>,
     /// What is wrong with a queue, unless it is found standing after all.
     wrong: BTreeMap<usize, CommandError>,
 }
@@ -64,7 +67,9 @@ impl Stopping {
                 queues.list[index].at = None;
             }
         }
-        Stopping { queues: which.to_vec(), phase: Phase::Stop { batch, items }, wrong }
+        let is_unsettled = |index: &usize| queues.may_change_yet(firmware, *index);
+        let unsettled = which.iter().copied().filter(is_unsettled).collect();
+        Stopping { queues: which.to_vec(), phase: Phase::Stop { batch, items }, unsettled, wrong }
     }
 
     /// Moves it on by a step: what is wrong, if it is over. Nothing wrong means that all of the
@@ -92,7 +97,7 @@ impl Stopping {
                     let round = *round + 1;
                     self.phase = self.read(firmware, queues, round);
                 }
-                Phase::Over => return Some(self.faults(firmware, queues)),
+                Phase::Over => return Some(self.faults(queues)),
             }
         }
     }
@@ -112,7 +117,7 @@ impl Stopping {
         Phase::Read { batch, queues: which, round }
     }
 
-    fn faults(&self, firmware: &Firmware, queues: &Queues) -> Faults {
+    fn faults(&self, queues: &Queues) -> Faults {
         let mut faults = Faults::default();
         if !queues.orphans.is_empty() {
             let what = "a virtqueue that could not be destroyed may run";
@@ -121,7 +126,7 @@ impl Stopping {
         }
         for index in self.queues.iter().copied() {
             // It would not stay where it is.
-            if queues.may_change_yet(firmware, index) {
+            if self.unsettled.contains(&index) {
                 let what = "an earlier start that was not answered may come yet";
                 let opcode = Opcode::MODIFY_GENERAL_OBJECT;
                 faults.add(index, CommandError::Nonsense { opcode, what });
