@@ -103,6 +103,16 @@ impl Queues {
         changes.unwrap_or_default().iter().any(|id| firmware.is_out(*id))
     }
 
+    /// Whether it can't be told where a queue stands, because of a change that was not answered: it
+    /// may come yet, or it came after the queue was asked last. Those that came are forgotten: the
+    /// next start finds out what they did.
+    pub(super) fn is_unsettled(&mut self, firmware: &Firmware, index: usize) -> bool {
+        let Some(object) = self.object_mut(index) else { return false };
+        let came = object.stands() && !object.changes_out.is_empty();
+        object.changes_out.retain(|id| firmware.is_out(*id));
+        came || !object.changes_out.is_empty()
+    }
+
     /// Receive queues' object numbers, of these queues.
     pub(crate) fn receivers(&self, queues: &[usize]) -> Vec<u32> {
         let receive = queues.iter().filter(|index| index.is_multiple_of(2));

@@ -67,8 +67,8 @@ impl Stopping {
                 queues.list[index].at = None;
             }
         }
-        let is_unsettled = |index: &usize| queues.may_change_yet(firmware, *index);
-        let unsettled = which.iter().copied().filter(is_unsettled).collect();
+        let mut unsettled: Vec<usize> = which.to_vec();
+        unsettled.retain(|index| queues.is_unsettled(firmware, *index));
         Stopping { queues: which.to_vec(), phase: Phase::Stop { batch, items }, unsettled, wrong }
     }
 
