@@ -77,6 +77,12 @@ pub trait Gate: Send + Sync {
         false
     }
 
+    /// Asked when pages got no leave: how long the engine had better sleep, and ask once more,
+    /// before it lets the CPU check so many. Zero for not at all.
+    fn pause(&self, _pages: u32) -> Duration {
+        Duration::ZERO
+    }
+
     /// A grant is used up.
     fn finish(&self, now: Instant, grant: Grant, outcome: Outcome);
 

@@ -8,7 +8,7 @@ use crate::gate::{Ask, Grant, Outcome};
 use crate::queue::Submitted;
 use crate::range::RangeLength;
 use crate::slots::{Busy, Piece, SlotState};
-use crate::{CpuCheck, cpu};
+use crate::{CpuCheck, WorkQueue, cpu};
 use martlet_dsa_abi::{BATCH_DESCRIPTORS_MIN, Descriptor};
 use martlet_units::PAGE_SIZE;
 use std::cell::Cell;
@@ -131,6 +131,16 @@ impl<C: CpuCheck> ZeroEngine<C> {
         }
     }
 
+    /// Sleeps, if the gate thinks that the CPU is needed less now than soon, and asks again.
+    fn ask_after_pause(&self, queue: &WorkQueue, ask: Ask) -> Option<Grant> {
+        let pause = self.gate.pause(ask.pages);
+        if pause.is_zero() {
+            return None;
+        }
+        queue.wait().let_pass(pause);
+        self.gate.admit(queue.wait().now(), ask)
+    }
+
     /// Asks for leave to offload so many pages.
     fn ask(&self, pages: u32) -> Answer {
         let pages_min = self.config.offload_pages_min.max(1);
@@ -142,7 +152,11 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let asks_again = has_pending && self.gate.asks_again();
         let (node, channel) = (self.config.node, self.config.channel);
         let ask = Ask { pages, pages_min, has_pending, node, channel };
-        let Some(grant) = self.gate.admit(now, ask) else {
+        let Some(grant) = self
+            .gate
+            .admit(now, ask)
+            .or_else(|| if asks_again { None } else { self.ask_after_pause(first, ask) })
+        else {
             return if asks_again { Answer::Later } else { Answer::Refused };
         };
         assert!(grant.queue < self.queues.len(), "a gate names one of the engine's queues");

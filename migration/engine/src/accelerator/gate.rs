@@ -23,6 +23,17 @@ struct State {
     others: Vec<u64>,
 }
 
+impl State {
+    /// Whether the CPU is the second choice, and not due to be measured.
+    fn prefers_device(&self) -> bool {
+        let adaptive = match self.admission.policy() {
+            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => true,
+            OffloadPolicy::CpuOnly | OffloadPolicy::Block | OffloadPolicy::CpuWhenFull => false,
+        };
+        adaptive && !self.admission.cpu_is_due()
+    }
+}
+
 impl PolicyGate {
     /// A gate for these queues. Without tokens, other processes are known by the device's latency
     /// only.
@@ -82,12 +93,12 @@ impl Gate for PolicyGate {
     }
 
     fn asks_again(&self) -> bool {
+        self.state().prefers_device()
+    }
+
+    fn pause(&self, pages: u32) -> Duration {
         let state = self.state();
-        let adaptive = match state.admission.policy() {
-            OffloadPolicy::Adaptive | OffloadPolicy::AdaptiveSaving => true,
-            OffloadPolicy::CpuOnly | OffloadPolicy::Block | OffloadPolicy::CpuWhenFull => false,
-        };
-        adaptive && !state.admission.cpu_is_due()
+        if state.prefers_device() { state.admission.pause(pages) } else { Duration::ZERO }
     }
 
     fn finish(&self, now: Instant, grant: Grant, outcome: Outcome) {
