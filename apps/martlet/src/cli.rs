@@ -4,8 +4,9 @@ use crate::accelerator::ZeroCheckArg;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use martlet_policy::admission::OffloadPolicy;
-use martlet_transport::Address;
+use martlet_transport::{Address, Provider, RdmaOptions};
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -56,6 +57,7 @@ The control socket speaks QMP. The process stays until `quit`, SIGINT or SIGTERM
 Examples:
   martlet receive --control /run/vm2.sock --listen tcp:0.0.0.0:4444
   martlet receive --control /run/vm2.sock --listen unix:/run/migrate.sock
+  martlet receive --control /run/vm2.sock --listen rdma:10.0.0.2:4444
   martlet receive --control /run/vm2.sock          then `migrate-incoming` over QMP
 
 A failed attempt is reported on stderr and the next one is awaited.")]
@@ -67,6 +69,7 @@ Examples:
   martlet migrate --control /run/vm.sock tcp:host2:4444 --downtime-limit 5ms --bandwidth 10Gbit/s
   martlet migrate --control /run/vm.sock tcp:host2:4444 --json --svg switchover.svg
   martlet migrate --control /run/vm.sock tcp:host2:4444 --zero-check dsa:/dev/dsa/wq0.0
+  martlet migrate --control /run/vm.sock rdma:host2:4444 --rdma-pin-all
 
 Ctrl-C cancels: the guest goes on where it was. The exit status is 0 only if the guest moved.")]
     Migrate(MigrateArgs),
@@ -106,6 +109,7 @@ Examples:
   martlet demo
   martlet demo --memory 4G --vcpus 2 --channels 2
   martlet demo --runs 100 --json
+  martlet demo --transport rdma
   martlet demo --vdpa model=mlx5,devices=4,queues=32
   martlet demo --runs 10 --verify            compare both sides' memory before each commit
   martlet demo --accel threads               without /dev/kvm")]
@@ -121,6 +125,13 @@ Examples:
 /// What to measure.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
+    /// Write guest memory by RDMA: one write in flight in each chunk against many, all memory
+    /// registered or not; on a modelled 100 Gbit/s NIC, and measured by what this host has.
+    #[command(after_help = "\
+Examples:
+  martlet bench rdma
+  martlet bench rdma --rdma-provider ibv --address 10.0.0.1 --json")]
+    Rdma(BenchRdmaArgs),
     /// Suspend, resume and map vDPA cards: step by step as in the kernel's patch series, and all
     /// steps at once.
     #[command(after_help = "\
@@ -162,6 +173,22 @@ pub(crate) struct TableArgs {
     /// Write the result to this file as an SVG picture.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
+}
+
+/// Options of `bench rdma`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchRdmaArgs {
+    /// What provides RDMA: ibv, soft, or auto: ibv if a device has the address.
+    #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
+    pub(crate) rdma_provider: Provider,
+    /// An address of this host, by which its two processes find each other.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
+    pub(crate) address: IpAddr,
+    /// Be the side that is written.
+    #[arg(long, hide = true)]
+    pub(crate) serve: bool,
+    #[command(flatten)]
+    pub(crate) table: TableArgs,
 }
 
 /// Options of `bench vdpa`.
@@ -413,10 +440,14 @@ pub(crate) struct RunArgs {
 pub(crate) struct ReceiveArgs {
     #[command(flatten)]
     pub(crate) control: ControlArgs,
-    /// Where to wait for the guest: tcp:ADDR:PORT (port 0 lets the host choose) or unix:PATH.
-    /// Without it, wait for `migrate-incoming` on the control socket.
+    /// Where to wait for the guest: tcp:ADDR:PORT (port 0 lets the host choose), rdma:ADDR:PORT
+    /// or unix:PATH. Without it, wait for `migrate-incoming` on the control socket.
     #[arg(long, value_name = "ADDRESS", value_parser = address)]
     pub(crate) listen: Option<Address>,
+    /// What provides RDMA at rdma:ADDR:PORT: ibv (the kernel's verbs), soft (over TCP), or auto:
+    /// ibv if a device has ADDR, else soft.
+    #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
+    pub(crate) rdma_provider: Provider,
     /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
     #[arg(long, value_name = "WHERE", default_value = "none")]
     pub(crate) serial: SerialArg,
@@ -447,7 +478,7 @@ pub(crate) struct HostArgs {
 pub(crate) struct MigrateArgs {
     #[command(flatten)]
     pub(crate) control: ControlArgs,
-    /// Where the destination listens: tcp:HOST:PORT or unix:PATH.
+    /// Where the destination listens: tcp:HOST:PORT, rdma:HOST:PORT or unix:PATH.
     #[arg(value_name = "ADDRESS", value_parser = address)]
     pub(crate) to: Address,
     #[command(flatten)]
@@ -476,7 +507,29 @@ pub(crate) struct TuningArgs {
     /// dsa:model, or auto for what this host has.
     #[arg(long, value_name = "WHO", default_value = "cpu")]
     pub(crate) zero_check: ZeroCheckArg,
+    #[command(flatten)]
+    pub(crate) rdma: RdmaArgs,
 }
+
+/// How guest memory goes to an address `rdma:`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RdmaArgs {
+    /// What provides RDMA: ibv, soft, or auto for what the destination has.
+    #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
+    pub(crate) rdma_provider: Provider,
+    /// Register all guest memory at the start on both sides, not as it is needed.
+    #[arg(long)]
+    pub(crate) rdma_pin_all: bool,
+    /// What is registered at a time: a power of two from 1M to 1G.
+    #[arg(long, value_name = "SIZE", default_value = "32M", value_parser = rdma_chunk)]
+    pub(crate) rdma_chunk: ByteCount,
+    /// Queue pairs, 1 to 64; the destination may grant fewer.
+    #[arg(long, value_name = "N", default_value_t = RdmaOptions::default().queues, value_parser = count::<u16>(QUEUES_MAX.into()))]
+    pub(crate) rdma_qps: u16,
+}
+
+/// Most queue pairs, as in `martlet_wire::rdma::QUEUES_MAX`.
+pub(crate) const QUEUES_MAX: u16 = 64;
 
 /// How a result is shown.
 #[derive(Clone, Debug, Args)]
@@ -514,6 +567,8 @@ pub(crate) enum TransportArg {
     Tcp,
     /// A Unix socket.
     Unix,
+    /// RDMA: a device that has the loopback address (there is none), else in software.
+    Rdma,
 }
 
 /// Options of `demo`.
@@ -582,6 +637,22 @@ fn memory(text: &str) -> Result<ByteCount, String> {
         return Err(format!("{} bytes is not a multiple of the page size, 4096", size.0));
     }
     Ok(size)
+}
+
+fn rdma_chunk(text: &str) -> Result<ByteCount, String> {
+    let size: ByteCount = text.parse().map_err(|e| format!("{e}"))?;
+    check_rdma_chunk(size)?;
+    Ok(size)
+}
+
+/// Refuses chunks that the protocol does not have.
+pub(crate) fn check_rdma_chunk(size: ByteCount) -> Result<(), String> {
+    let allowed = 1 << 20..=1 << 30;
+    if size.0.is_power_of_two() && allowed.contains(&size.0) {
+        Ok(())
+    } else {
+        Err("an RDMA chunk is a power of two from 1M to 1G".to_owned())
+    }
 }
 
 fn vcpus(text: &str) -> Result<u16, String> {

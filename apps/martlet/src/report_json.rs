@@ -1,7 +1,7 @@
 //! The report of a migration as one JSON object: written by the source's control socket, read by
 //! `migrate` and `demo`, and printed by `--json`.
 
-use martlet_engine::{FrameCheck, GuestCheck, Network, Outcome, Report, Side, Span};
+use martlet_engine::{FrameCheck, GuestCheck, Network, Outcome, RdmaUse, Report, Side, Span};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -34,6 +34,9 @@ pub(crate) struct ReportJson {
     pub(crate) source_cpu_s: f64,
     /// CPU time of the destination process.
     pub(crate) destination_cpu_s: Option<f64>,
+    /// How RDMA served; null where it was not asked for.
+    #[serde(default)]
+    pub(crate) rdma: Option<RdmaJson>,
     /// What became of the guest's network cards; null without any.
     #[serde(default)]
     pub(crate) network: Option<NetworkJson>,
@@ -43,6 +46,27 @@ pub(crate) struct ReportJson {
     pub(crate) memory_equal: Option<bool>,
     /// The switchover bar by bar.
     pub(crate) timeline: Vec<SpanJson>,
+}
+
+/// How RDMA served a migration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RdmaJson {
+    /// Provider and device; null if it did not come to that.
+    pub(crate) device: Option<String>,
+    /// Why the rest went over the connection, if RDMA ended early.
+    pub(crate) fell_back: Option<String>,
+    /// Pages that were sent again for that.
+    pub(crate) pages_again: u64,
+}
+
+impl From<&RdmaUse> for RdmaJson {
+    fn from(rdma: &RdmaUse) -> RdmaJson {
+        RdmaJson {
+            device: rdma.device.clone(),
+            fell_back: rdma.fell_back.as_deref().map(crate::failure::one_line),
+            pages_again: rdma.pages_again,
+        }
+    }
 }
 
 /// How a migration ended.
@@ -205,6 +229,7 @@ impl From<&Report> for ReportJson {
             channels: report.channels,
             source_cpu_s: seconds(report.source_cpu),
             destination_cpu_s: report.destination_cpu.map(seconds),
+            rdma: report.rdma.as_ref().map(RdmaJson::from),
             network: report.network.as_ref().map(NetworkJson::from),
             guest: report.guest.map(GuestJson::from),
             memory_equal: report.memory_equal,
@@ -302,6 +327,7 @@ pub(crate) mod tests {
             channels: 2,
             source_cpu: Duration::from_millis(480),
             destination_cpu: Some(Duration::from_millis(390)),
+            rdma: None,
             network: Some(Network {
                 blackouts: vec![Some(us(3_900)), Some(us(4_200))],
                 suspend: us(2_480),

@@ -13,7 +13,7 @@ use martlet_machine::{
     Accel, Boot, Factory, FactoryConfig, GuestStatus, KernelConfig, Machine, MachineConfig,
     MachineError, MachineInfo, SerialOut, Tracking, kvm_is_usable,
 };
-use martlet_transport::Address;
+use martlet_transport::{Address, Provider, RdmaAccept};
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use std::io;
 use std::sync::Arc;
@@ -134,7 +134,8 @@ pub(crate) fn listener(args: &ReceiveArgs) -> Result<Arc<dyn Listen>, Failure> {
         FactoryConfig { accel, tracking: tracking(&args.host), serial: serial(&args.serial) };
     let cards = vdpa::open(args.host.vdpa.as_ref()).map_err(Failure::Failed)?;
     let factory = Factory::with_devices(config, cards).map_err(|error| failure(&error))?;
-    Ok(Arc::new(MachineListen(Arc::new(factory))))
+    let rdma = RdmaAccept { provider: args.rdma_provider, ..RdmaAccept::default() };
+    Ok(Arc::new(MachineListen { factory: Arc::new(factory), rdma }))
 }
 
 struct MachineGuest(Arc<Machine>);
@@ -202,13 +203,27 @@ impl Attempt for EngineAttempt {
     }
 }
 
-struct MachineListen(Arc<Factory>);
+struct MachineListen {
+    factory: Arc<Factory>,
+    rdma: RdmaAccept,
+}
+
+/// Settles what provides RDMA, and says so where it is not what one would hope for.
+fn settle_rdma(accept: &RdmaAccept, address: &Address) -> io::Result<RdmaAccept> {
+    let Address::Rdma { host, .. } = address else { return Ok(*accept) };
+    let (provider, why) = accept.provider.settle(host).map_err(io::Error::other)?;
+    if let (Provider::Soft, Some(why)) = (provider, why) {
+        note(format_args!("no RDMA device for {host}, so RDMA goes over TCP, in software: {why}"));
+    }
+    Ok(RdmaAccept { provider, ..*accept })
+}
 
 impl Listen for MachineListen {
     fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>> {
-        let factory: Arc<dyn DestinationFactory> = Arc::clone(&self.0) as _;
-        let receiver = Receiver::start(address, factory)?;
-        Ok(Arc::new(EngineIncoming { receiver, factory: Arc::clone(&self.0) }))
+        let factory: Arc<dyn DestinationFactory> = Arc::clone(&self.factory) as _;
+        let rdma = settle_rdma(&self.rdma, address)?;
+        let receiver = Receiver::start_with(address, factory, rdma)?;
+        Ok(Arc::new(EngineIncoming { receiver, factory: Arc::clone(&self.factory) }))
     }
 }
 

@@ -286,6 +286,22 @@ fn the_demo_says_how_it_went() {
 }
 
 #[test]
+fn the_demo_goes_by_rdma() {
+    for more in [&[][..], &["--rdma-pin-all", "--rdma-chunk", "1M", "--rdma-qps", "2"]] {
+        let mut arguments = vec!["demo", "--memory", "64M", "--program", PROGRAM];
+        arguments.extend(["--transport", "rdma", "--runs", "2", "--json"]);
+        arguments.extend(more);
+        let total = json(&martlet(&arguments));
+        assert_eq!(total["outcome"], "completed", "{total}");
+        assert_eq!(total["rdma"]["device"], "soft", "{total}");
+        assert_eq!(total["rdma"]["fell_back"], Value::Null, "{total}");
+        assert_eq!(total["guest"]["wrong_pages"], 0);
+    }
+    let output = martlet(&["demo", "--memory", "64M", "--program", PROGRAM, "--rdma-chunk", "3M"]);
+    assert!(!output.status.success());
+}
+
+#[test]
 fn an_interrupted_demo_leaves_nothing() {
     let folder = Folder::new();
     let mut command = command(&["demo", "--memory", "64M", "--program", PROGRAM, "--runs", "1000"]);

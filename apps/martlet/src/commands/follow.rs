@@ -1,6 +1,7 @@
 //! Following a migration through its control socket.
 
 use crate::accelerator::ZeroCheckArg;
+use crate::cli::RdmaArgs;
 use crate::failure::Failure;
 use crate::qmp::client::Client;
 use crate::report_json::ReportJson;
@@ -35,6 +36,8 @@ pub(crate) struct Request<'a> {
     pub(crate) verify: bool,
     /// Who finds zero pages.
     pub(crate) zero_check: &'a ZeroCheckArg,
+    /// How memory goes by RDMA.
+    pub(crate) rdma: &'a RdmaArgs,
 }
 
 /// Starts a migration and follows it to its end. Each signal that `interrupts` counts asks for a
@@ -55,8 +58,13 @@ pub(crate) fn migrate(
             "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
             "x-verify": request.verify,
             "x-zero-check": request.zero_check.to_string(),
+            "x-rdma-provider": request.rdma.rdma_provider.to_string(),
+            "x-rdma-chunk-size": request.rdma.rdma_chunk.0,
+            "x-rdma-queues": request.rdma.rdma_qps,
         }),
     )?;
+    let pin_all = json!({ "capability": "rdma-pin-all", "state": request.rdma.rdma_pin_all });
+    client.execute("migrate-set-capabilities", &json!({ "capabilities": [pin_all] }))?;
     client.execute("migrate", &json!({ "uri": request.to.to_string() }))?;
     let result = follow(client, progress, interrupts);
     progress.clear();

@@ -24,6 +24,7 @@ pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
         bandwidth: args.bandwidth,
         verify: args.tuning.verify,
         zero_check: &args.tuning.zero_check,
+        rdma: &args.tuning.rdma,
     };
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));
     let report = follow::migrate(&mut client, &request, &mut progress, &interrupts)?;

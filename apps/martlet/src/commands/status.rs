@@ -109,6 +109,7 @@ fn migration_line(migration: &Snapshot) -> String {
         let text = |name: &str| one_line(address[name].as_str().unwrap_or("?"));
         let place = match address["type"].as_str() {
             Some("inet") => format!("tcp:{}:{}", text("host"), text("port")),
+            Some("rdma") => format!("rdma:{}:{}", text("host"), text("port")),
             Some(_) | None => format!("unix:{}", text("path")),
         };
         let _ = write!(line, ", in at {place}");

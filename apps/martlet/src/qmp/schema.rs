@@ -2,11 +2,11 @@
 
 use super::events::status_word;
 use crate::accelerator::ZeroCheckArg;
-use crate::cli::{CHANNELS_MAX, check_downtime_limit};
+use crate::cli::{CHANNELS_MAX, QUEUES_MAX, check_downtime_limit, check_rdma_chunk};
 use crate::report_json::{ReportJson, ms, round_to};
 use martlet_engine::{MigrateOptions, Progress, Report, Status};
-use martlet_transport::Address;
-use martlet_units::{BytesPerSec, PAGE_SIZE};
+use martlet_transport::{Address, ParseProviderError};
+use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::time::Duration;
@@ -69,18 +69,28 @@ impl MigrateArguments {
 
 impl MigrationAddress {
     fn address(&self) -> Result<Address, String> {
-        if self.transport != "socket" {
-            return Err(format!("transport '{}' is not supported", self.transport));
-        }
+        let is_rdma = match self.transport.as_str() {
+            "socket" => false,
+            "rdma" => true,
+            other => return Err(format!("transport '{other}' is not supported")),
+        };
         let text = match (self.kind.as_deref(), &self.host, &self.port, &self.path) {
-            (Some("inet"), Some(host), Some(port), None) if host.contains(':') => {
+            (Some("inet"), Some(host), Some(port), None) if !is_rdma && host.contains(':') => {
                 format!("tcp:[{host}]:{port}")
             }
-            (Some("inet"), Some(host), Some(port), None) => format!("tcp:{host}:{port}"),
-            (Some("unix"), None, None, Some(path)) => format!("unix:{path}"),
+            (Some("inet"), Some(host), Some(port), None) if !is_rdma => {
+                format!("tcp:{host}:{port}")
+            }
+            (Some("unix"), None, None, Some(path)) if !is_rdma => format!("unix:{path}"),
+            (None, Some(host), Some(port), None) if is_rdma && host.contains(':') => {
+                format!("rdma:[{host}]:{port}")
+            }
+            (None, Some(host), Some(port), None) if is_rdma => format!("rdma:{host}:{port}"),
             _ => {
                 return Err(
-                    "an address is type 'inet' with host and port, or 'unix' with path".into()
+                    "an address is type 'inet' with host and port, or 'unix' with path, or of the \
+                     transport 'rdma' with host and port"
+                        .into(),
                 );
             }
         };
@@ -97,6 +107,10 @@ pub(crate) fn socket_address(address: &Address) -> Value {
     match address {
         Address::Tcp { host, port } => {
             json!({ "type": "inet", "host": host, "port": port.to_string() })
+        }
+        // QEMU's type has no word for it.
+        Address::Rdma { host, port } => {
+            json!({ "type": "rdma", "host": host, "port": port.to_string() })
         }
         Address::Unix(path) => json!({ "type": "unix", "path": path.display().to_string() }),
     }
@@ -118,6 +132,12 @@ pub(crate) struct SetParameters {
     x_verify: Option<bool>,
     /// Who finds zero pages; as `--zero-check`.
     x_zero_check: Option<String>,
+    /// What provides RDMA; as `--rdma-provider`.
+    x_rdma_provider: Option<String>,
+    /// Bytes that are registered at a time.
+    x_rdma_chunk_size: Option<u64>,
+    /// Queue pairs.
+    x_rdma_queues: Option<u64>,
 }
 
 impl SetParameters {
@@ -150,6 +170,19 @@ impl SetParameters {
             let arg: ZeroCheckArg = text.parse().map_err(|e| format!("x-zero-check: {e}"))?;
             changed.zero_finders = arg.open()?;
         }
+        if let Some(text) = &self.x_rdma_provider {
+            let parsed = text.parse();
+            changed.rdma.provider = parsed.map_err(|e: ParseProviderError| e.to_string())?;
+        }
+        if let Some(bytes) = self.x_rdma_chunk_size {
+            check_rdma_chunk(ByteCount(bytes))?;
+            changed.rdma.chunk_bytes = bytes;
+        }
+        if let Some(queues) = self.x_rdma_queues {
+            let queues = u16::try_from(queues).ok().filter(|n| (1..=QUEUES_MAX).contains(n));
+            let range = || format!("x-rdma-queues must be 1 to {QUEUES_MAX}");
+            changed.rdma.queues = queues.ok_or_else(range)?;
+        }
         *options = changed;
         Ok(())
     }
@@ -164,6 +197,9 @@ pub(crate) fn parameters(options: &MigrateOptions) -> Value {
         "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
         "x-verify": options.verify,
         "x-zero-check": options.zero_finders.name(),
+        "x-rdma-provider": options.rdma.provider.to_string(),
+        "x-rdma-chunk-size": options.rdma.chunk_bytes,
+        "x-rdma-queues": options.rdma.queues,
     })
 }
 
@@ -191,6 +227,7 @@ impl SetCapabilities {
         for CapabilityState { capability, state } in &self.capabilities {
             match (capability.as_str(), state) {
                 ("auto-converge", state) => changed.auto_converge = *state,
+                ("rdma-pin-all", state) => changed.rdma.pin_all = *state,
                 (name, true) if ALWAYS_ON.contains(&name) => {}
                 (name, false) if ALWAYS_ON.contains(&name) => {
                     return Err(format!("capability '{name}' can't be switched off"));
@@ -209,6 +246,7 @@ pub(crate) fn capabilities(options: &MigrateOptions) -> Value {
     let mut list: Vec<Value> =
         ALWAYS_ON.iter().map(|name| json!({ "capability": name, "state": true })).collect();
     list.push(json!({ "capability": "auto-converge", "state": options.auto_converge }));
+    list.push(json!({ "capability": "rdma-pin-all", "state": options.rdma.pin_all }));
     Value::Array(list)
 }
 
@@ -320,6 +358,11 @@ mod tests {
         assert_eq!(address(channel(inet)).unwrap(), "tcp:[::1]:9");
         let unix = json!({"transport": "socket", "type": "unix", "path": "/s"});
         assert_eq!(address(channel(unix)).unwrap(), "unix:/s");
+        for host in ["a", "::1"] {
+            let rdma = json!({"transport": "rdma", "host": host, "port": "1"});
+            let written = if host == "a" { "rdma:a:1" } else { "rdma:[::1]:1" };
+            assert_eq!(address(channel(rdma)).unwrap(), written);
+        }
         for bad in [
             json!({}),
             json!({"uri": 1}),
@@ -327,7 +370,9 @@ mod tests {
             json!({"uri": "tcp:a:1", "channels": []}),
             json!({"uri": "tcp:a:1", "blk": true}),
             channel(json!({"transport": "exec", "args": ["cat"]})),
-            channel(json!({"transport": "rdma", "host": "a", "port": "1"})),
+            channel(json!({"transport": "rdma", "host": "a"})),
+            channel(json!({"transport": "rdma", "type": "inet", "host": "a", "port": "1"})),
+            channel(json!({"transport": "rdma", "type": "unix", "path": "/s"})),
             channel(json!({"transport": "socket", "type": "inet", "host": "a"})),
         ] {
             assert!(address(bad.clone()).is_err(), "{bad}");

@@ -3,7 +3,7 @@
 use super::number::{bit_rate, grouped, millis, plural, size};
 use super::timeline::Timeline;
 use super::{BOLD, GREEN, RED, Style};
-use crate::report_json::{FramesJson, NetworkJson, OutcomeJson, ReportJson};
+use crate::report_json::{FramesJson, NetworkJson, OutcomeJson, RdmaJson, ReportJson};
 use martlet_units::{ByteCount, BytesPerSec};
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -82,6 +82,9 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
             equal(report.memory_equal, style),
         ),
     );
+    if let Some(rdma) = &report.rdma {
+        row("RDMA", &rdma_line(rdma, style));
+    }
     if let Some(network) = &report.network {
         row("network", &network_line(network, style));
     }
@@ -103,6 +106,15 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
         report.destination_cpu_s.map_or(String::new(), |s| format!(", destination {s:.2} s"));
     row("CPU", &format!("source {:.2} s{destination}", report.source_cpu_s));
     out
+}
+
+/// Which device wrote the memory, and why not all of it.
+fn rdma_line(rdma: &RdmaJson, style: Style) -> String {
+    let device = rdma.device.as_deref().unwrap_or("no device");
+    let Some(reason) = &rdma.fell_back else { return format!("by {device}") };
+    let reason = style.paint(RED, &crate::failure::one_line(reason));
+    let again = plural(rdma.pages_again, "page");
+    format!("by {device}, then over the connection ({again} again): {reason}")
 }
 
 /// How long the cards were silent, and how they were stopped and started.

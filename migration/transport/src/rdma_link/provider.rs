@@ -1,8 +1,10 @@
 //! Which provider of verbs a migration uses, and how.
 
 use crate::rdma::{DestinationConfig, SourceConfig};
+use martlet_verbs::ibv::{Ibv, Select};
 use martlet_wire::rdma::Pinning;
 use std::fmt;
+use std::net::ToSocketAddrs;
 use std::str::FromStr;
 
 /// A provider of verbs.
@@ -15,6 +17,34 @@ pub enum Provider {
     Ibv,
     /// In software, over TCP.
     Soft,
+}
+
+impl Provider {
+    /// What a destination at `host` will use, and why not a device, if it wanted one and there is
+    /// none.
+    ///
+    /// # Errors
+    /// If a device is a must and there is none. One line for people.
+    pub fn settle(self, host: &str) -> Result<(Provider, Option<String>), String> {
+        let address = (host, 0).to_socket_addrs().ok().and_then(|mut found| found.next());
+        let open = || {
+            let address = address.ok_or("the name has no address")?;
+            let select = match address.ip() {
+                any if any.is_unspecified() => Select::Any,
+                one => Select::Local(one),
+            };
+            Ibv::open(&select).map_err(|error| super::chain(&error))
+        };
+        match self {
+            Provider::Soft => Ok((Provider::Soft, None)),
+            Provider::Ibv => open().map(|_| (Provider::Ibv, None)),
+            // Which device is settled by the address that a source comes to.
+            Provider::Auto => Ok(match open() {
+                Ok(_) => (Provider::Auto, None),
+                Err(reason) => (Provider::Soft, Some(reason)),
+            }),
+        }
+    }
 }
 
 /// Not a provider's name.

@@ -1,5 +1,6 @@
 //! `bench`: one part of a migration by itself.
 
+mod rdma;
 mod vdpa;
 mod zero_check;
 
@@ -13,6 +14,7 @@ use serde::Serialize;
 /// `martlet bench ...`.
 pub(crate) fn run(command: &BenchCommand) -> Result<(), Failure> {
     match command {
+        BenchCommand::Rdma(args) => rdma::run(args),
         BenchCommand::Vdpa(args) => vdpa::run(args),
         BenchCommand::ZeroCheck(args) => zero_check::run(args),
     }

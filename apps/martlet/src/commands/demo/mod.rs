@@ -15,6 +15,7 @@ use crate::view::progress::{Kind, MigrationProgress, Steps};
 use crate::view::{BOLD, Style, summary};
 use crate::{note, out, vm};
 use martlet_guest_program::ProgramParams;
+use martlet_transport::Provider;
 use martlet_units::{ByteCount, PAGE_SIZE};
 use process::{GuestView, Process};
 use result::Chain;
@@ -131,6 +132,15 @@ impl Demo<'_> {
         let mut process = self.process("receive");
         let listen = match self.args.transport {
             TransportArg::Tcp => "tcp:127.0.0.1:0".to_owned(),
+            TransportArg::Rdma => {
+                let provider = match self.args.tuning.rdma.rdma_provider {
+                    // No RDMA device has the loopback address.
+                    Provider::Auto => Provider::Soft,
+                    provider => provider,
+                };
+                process.arg("--rdma-provider", provider.to_string());
+                "rdma:127.0.0.1:0".to_owned()
+            }
             TransportArg::Unix => {
                 format!("unix:{}", self.dir.path().join(format!("m{}", self.started)).display())
             }
@@ -160,6 +170,7 @@ impl Demo<'_> {
             bandwidth: None,
             verify: self.args.tuning.verify,
             zero_check: &self.args.tuning.zero_check,
+            rdma: &self.args.tuning.rdma,
         };
         let kind = if self.args.runs > 1 { Kind::Quiet } else { self.kind };
         let mut progress = MigrationProgress::new(kind);

@@ -196,6 +196,7 @@ impl Process {
         let text = |name: &str| address.and_then(|a| a[name].as_str()).unwrap_or_default();
         let written = match text("type") {
             "inet" => format!("tcp:{}:{}", text("host"), text("port")),
+            "rdma" => format!("rdma:{}:{}", text("host"), text("port")),
             _ => format!("unix:{}", text("path")),
         };
         written.parse().map_err(|e| Failure::because("the receiver's address", &e))

@@ -1,7 +1,9 @@
 //! What a chain of moves comes to: medians, percentiles, and whether all was well.
 
 use super::process::{GuestView, MachineView};
-use crate::report_json::{GuestJson, NetworkJson, OutcomeJson, PagesJson, PhasesJson, ReportJson};
+use crate::report_json::{
+    GuestJson, NetworkJson, OutcomeJson, PagesJson, PhasesJson, RdmaJson, ReportJson,
+};
 use crate::view::number::{millis, plural};
 use serde::Serialize;
 
@@ -201,11 +203,19 @@ impl Chain {
             channels: middle.map_or(0, |r| r.channels),
             source_cpu_s: time(|r| r.source_cpu_s),
             destination_cpu_s: self.median(|r| r.destination_cpu_s),
+            rdma: self.rdma(),
             network: self.network(),
             guest,
             memory_equal: self.memory_equal(),
             timeline: middle.map(|r| r.timeline.clone()).unwrap_or_default(),
         }
+    }
+
+    /// Of the first run in which RDMA ended early, if there was one, else of the first.
+    fn rdma(&self) -> Option<RdmaJson> {
+        let mut all = self.runs.iter().filter_map(|r| r.rdma.as_ref());
+        let first = all.clone().next();
+        all.find(|rdma| rdma.fell_back.is_some()).or(first).cloned()
     }
 
     /// Medians of what became of the cards; card by card as in the middle run.
