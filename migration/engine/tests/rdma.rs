@@ -143,6 +143,29 @@ fn a_queue_pair_that_breaks_in_mid_round_costs_nothing_but_time() {
 }
 
 #[test]
+fn queue_pairs_that_break_in_the_blackout_are_replaced_by_the_stream() {
+    // A few last pages, which the driver sends itself, and many, which the lane's thread does.
+    for (burst, limit) in [(50, Duration::from_millis(300)), (4000, Duration::from_secs(20))] {
+        let (receiver, factory) = receiver(8);
+        let proxy = Proxy::start(&receiver.address(), Fault::CutInBlackout);
+        let source = FakeVmm::booted();
+        source.burst.store(burst, Ordering::Relaxed);
+        let options = MigrateOptions {
+            downtime_limit: limit,
+            auto_converge: false,
+            verify: true,
+            ..rdma(small())
+        };
+        let report = migrate_to(&source, &proxy.address(), options);
+        assert_moved(&report);
+        assert_eq!(report.memory_equal, Some(true));
+        assert!(report.rdma.unwrap().fell_back.is_some());
+        check_guest(&arrived(&factory));
+        source.quit();
+    }
+}
+
+#[test]
 fn a_destination_without_queue_pairs_is_served_by_the_stream() {
     let (receiver, factory) = receiver(8);
     let proxy = Proxy::start(&receiver.address(), Fault::WrongPort);

@@ -2,6 +2,8 @@
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
 use martlet_transport::Address;
+use martlet_wire::control::Control;
+use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader};
 use martlet_wire::hello::{HELLO_BYTES, Hello, REPLY_BYTES, Role};
 use martlet_wire::rdma::{Grant, RDMA_HEADER_BYTES, RdmaMessage, WireSpan};
 use std::io::{Read, Write};
@@ -13,6 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub enum Fault {
     /// All queue pairs' connections are cut when so many bytes went over them.
     Cut { after: u64 },
+    /// The same from the moment on when the source says that it will stop the guest.
+    CutInBlackout,
     /// Queue pairs are sent to a port where nobody listens.
     WrongPort,
     /// Bytes that are no message, to the source, behind the door.
@@ -67,12 +71,38 @@ impl Shared {
         }
         let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
         server.write_all(&hello).unwrap();
-        if Hello::parse(&hello).is_ok_and(|hello| hello.role == Role::RDMA)
-            && self.disturb(&mut client, &mut server).is_err()
-        {
+        let role = Hello::parse(&hello).map(|hello| hello.role);
+        if role == Ok(Role::RDMA) && self.disturb(&mut client, &mut server).is_err() {
             return;
         }
+        if role == Ok(Role::CONTROL) && self.fault == Fault::CutInBlackout {
+            let watched = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            std::thread::spawn(move || self.watch(watched.0, watched.1));
+            return forward(server, client, |_| true);
+        }
         couple(client, server, |_| true);
+    }
+
+    /// Passes the source's messages on, and looks for the one that announces the stop.
+    fn watch(&self, mut client: TcpStream, mut server: TcpStream) {
+        let mut frame = vec![0; FRAME_HEADER_BYTES];
+        while client.read_exact(&mut frame[..FRAME_HEADER_BYTES]).is_ok() {
+            let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
+            frame.resize(FRAME_HEADER_BYTES + header.body_bytes(), 0);
+            let body = &mut frame[FRAME_HEADER_BYTES..];
+            if client.read_exact(body).is_err() {
+                break;
+            }
+            if matches!(Control::decode(header.kind(), body), Ok(Control::SwitchoverSoon(_))) {
+                self.cut.store(true, Ordering::SeqCst);
+            }
+            if server.write_all(&frame).is_err() {
+                break;
+            }
+            frame.resize(FRAME_HEADER_BYTES, 0);
+        }
+        let _ = server.shutdown(Shutdown::Both);
+        let _ = client.shutdown(Shutdown::Both);
     }
 
     /// Changes the first bytes of the connection beside the queue pairs.
@@ -88,7 +118,7 @@ impl Shared {
         server.read_exact(&mut door)?;
         let port = u16::from_le_bytes([door[PORT_AT], door[PORT_AT + 1]]);
         let elsewhere = match self.fault {
-            Fault::Cut { .. } => self.queue_pairs(port),
+            Fault::Cut { .. } | Fault::CutInBlackout => self.queue_pairs(port),
             // A port that was free a moment ago.
             Fault::WrongPort => TcpListener::bind("127.0.0.1:0")?.local_addr()?.port(),
             _ => port,
@@ -112,7 +142,7 @@ impl Shared {
                 client.write_all(&accept)?;
                 client.write_all(&bytes)
             }
-            Fault::Cut { .. } | Fault::WrongPort => Ok(()),
+            Fault::Cut { .. } | Fault::CutInBlackout | Fault::WrongPort => Ok(()),
         }
     }
 
@@ -132,10 +162,9 @@ impl Shared {
     }
 
     fn pass(&self, bytes: u64) -> bool {
-        let Fault::Cut { after } = self.fault else { return true };
         let passed = self.passed.fetch_add(bytes, Ordering::SeqCst) + bytes;
         // The hello of a connection is let through.
-        if passed >= after + 4096 {
+        if matches!(self.fault, Fault::Cut { after } if passed >= after + 4096) {
             self.cut.store(true, Ordering::SeqCst);
         }
         !self.cut.load(Ordering::SeqCst)
@@ -144,19 +173,20 @@ impl Shared {
 
 /// Copies both ways until an end or until `pass` says no.
 fn couple(client: TcpStream, server: TcpStream, pass: impl Fn(u64) -> bool + Sync) {
-    let copy = |mut from: TcpStream, mut to: TcpStream| {
-        let mut buffer = vec![0; 64 << 10];
-        while let Ok(got) = from.read(&mut buffer) {
-            if got == 0 || !pass(got as u64) || to.write_all(&buffer[..got]).is_err() {
-                break;
-            }
-        }
-        let _ = from.shutdown(Shutdown::Both);
-        let _ = to.shutdown(Shutdown::Both);
-    };
     std::thread::scope(|scope| {
         let (from, to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
-        scope.spawn(move || copy(from, to));
-        scope.spawn(move || copy(server, client));
+        scope.spawn(|| forward(from, to, &pass));
+        scope.spawn(|| forward(server, client, &pass));
     });
+}
+
+fn forward(mut from: TcpStream, mut to: TcpStream, pass: impl Fn(u64) -> bool) {
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(got) = from.read(&mut buffer) {
+        if got == 0 || !pass(got as u64) || to.write_all(&buffer[..got]).is_err() {
+            break;
+        }
+    }
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
 }
