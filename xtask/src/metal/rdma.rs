@@ -1,7 +1,7 @@
 //! Verbs over the kernel's soft-RoCE.
 
 use super::{Lane, Obstacle, Step, build, cache, failed, machine, need, packages};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -26,6 +26,24 @@ const WITHOUT_LIBRARY: &str = "cd /usr/lib/x86_64-linux-gnu && mv librdmacm.so.1
 ! conform devices 10.8.0.1 2> /tmp/why; mv away librdmacm.so.1; cat /tmp/why; \
 grep -q 'cannot open librdmacm.so.1.*libibverbs1, librdmacm1 and ibverbs-providers' /tmp/why";
 
+/// A guest moves between two processes, whose memories are compared before the commit. The options
+/// of the migration come behind.
+const MIGRATION: &str = "rm -f /tmp/a /tmp/b; \
+martlet receive --control /tmp/b --listen rdma:10.8.0.1:4444 --rdma-provider ibv --accel threads & \
+martlet run --control /tmp/a --memory 64M --accel threads \
+--program fill=8M,ws=1M,rate=1/ms,tick=10ms,verify=4 & \
+until martlet status --control /tmp/a --json 2>/dev/null | grep -q filled.:true; do usleep 100000; done; \
+until martlet status --control /tmp/b --json >/dev/null 2>&1; do usleep 100000; done; \
+martlet migrate --control /tmp/a rdma:10.8.0.1:4444 --rdma-provider ibv --rdma-qps 2 \
+--rdma-chunk 1M --downtime-limit 3s --verify --json";
+
+/// The report must say that all of it went by the device and arrived; then the guest must be well.
+const ARRIVED: &str = "cat /tmp/words /tmp/report; martlet status --control /tmp/b --json > /tmp/there; \
+cat /tmp/there; martlet quit --control /tmp/b; martlet quit --control /tmp/a; \
+grep -q outcome.:.completed /tmp/report && grep -q device.:.ibv /tmp/report && \
+grep -q fell_back.:null /tmp/report && grep -q memory_equal.:true /tmp/report && \
+grep -q wrong-pages.:0 /tmp/there";
+
 /// What is run, in this order. A further step is a further line here, and its program one in
 /// [`run`].
 fn steps() -> Vec<Step> {
@@ -38,12 +56,19 @@ fn steps() -> Vec<Step> {
         step("without librdmacm", WITHOUT_LIBRARY.to_owned(), 10),
         step("conformance", format!("conform ibv {ADDRESS} --soft-roce"), 60),
         step("in flight", format!("conform bench ibv {ADDRESS} --pages 2000"), 30),
+        step("migration", migration(""), 40),
+        step("migration, all pinned", migration("--rdma-pin-all"), 40),
     ]
+}
+
+fn migration(options: &str) -> String {
+    format!("{MIGRATION} {options} > /tmp/report 2> /tmp/words; {ARRIVED}")
 }
 
 pub(super) fn run(only: &str) -> Result<(), Obstacle> {
     need("qemu-system-x86_64", "qemu-system-x86")?;
-    let packages = packages::fetch(&cache()?)?;
+    let cache = cache()?;
+    let packages = packages::fetch(&cache)?;
     if "layouts".contains(only) {
         check_layouts(&packages.headers())?;
     }
@@ -51,15 +76,38 @@ pub(super) fn run(only: &str) -> Result<(), Obstacle> {
     if steps.is_empty() {
         return Ok(());
     }
+    let mut programs = build(&["-p", "martlet-verbs", "--example", "conform"])?;
+    if steps.iter().any(|step| step.name.starts_with("migration")) {
+        let built = build(&["-p", "martlet", "--bin", "martlet"])?;
+        for program in &built {
+            programs.push(stripped(program, &cache)?);
+        }
+    }
     let lane = Lane {
         modules: MODULES,
         prepare: PREPARE,
-        programs: build(&["-p", "martlet-verbs", "--example", "conform"])?,
+        programs,
         steps,
         memory_mib: 768,
         limit: Duration::from_secs(100),
     };
     machine::run(&packages, &lane)
+}
+
+/// A copy without debug information, which would be most of what the machine has to unpack.
+fn stripped(program: &Path, cache: &Path) -> Result<PathBuf, Obstacle> {
+    need("strip", "binutils")?;
+    let copy = cache.join(program.file_name().unwrap_or_default());
+    let output = Command::new("strip")
+        .arg("-o")
+        .args([&copy, &program.to_owned()])
+        .output()
+        .map_err(|error| failed("strip", &error))?;
+    if output.status.success() {
+        Ok(copy)
+    } else {
+        Err(Obstacle::Failed(String::from_utf8_lossy(&output.stderr).into_owned()))
+    }
 }
 
 /// Compares the structures of the `ibv` provider with rdma-core's own headers.
