@@ -1,12 +1,19 @@
 //! The command line: what may be written, and what is refused before anything is started.
 
+mod measure;
+mod vdpa;
+
+pub(crate) use measure::{
+    BenchCommand, BenchRdmaArgs, BenchVdpaArgs, BenchZeroCheckArgs, SimCommand, SimDsaArgs,
+    TableArgs, ZeroMethodArg,
+};
+pub(crate) use vdpa::{VdpaArg, VdpaLatency, VdpaModel};
+
 use crate::accelerator::ZeroCheckArg;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use martlet_policy::admission::OffloadPolicy;
 use martlet_transport::{Address, Provider, RdmaOptions};
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -122,137 +129,6 @@ Examples:
     Sim(SimCommand),
 }
 
-/// What to measure.
-#[derive(Debug, Subcommand)]
-pub(crate) enum BenchCommand {
-    /// Write guest memory by RDMA: one write in flight in each chunk against many, all memory
-    /// registered or not; on a modelled 100 Gbit/s NIC, and measured by what this host has.
-    #[command(after_help = "\
-Examples:
-  martlet bench rdma
-  martlet bench rdma --rdma-provider ibv --address 10.0.0.1 --json")]
-    Rdma(BenchRdmaArgs),
-    /// Suspend, resume and map vDPA cards: step by step as in the kernel's patch series, and all
-    /// steps at once.
-    #[command(after_help = "\
-Examples:
-  martlet bench vdpa
-  martlet bench vdpa --devices 4 --queues 32 --memory 256G --svg vdpa.svg
-  martlet bench vdpa --json
-
-The driver is martlet's own; the card is a model with published latencies, in real time.")]
-    Vdpa(BenchVdpaArgs),
-    /// Look for zero pages by each method that this host has.
-    #[command(after_help = "\
-Examples:
-  martlet bench zero-check
-  martlet bench zero-check --method cpu --zero 0,50,90,100 --json")]
-    ZeroCheck(BenchZeroCheckArgs),
-}
-
-/// What to simulate.
-#[derive(Debug, Subcommand)]
-pub(crate) enum SimCommand {
-    /// Many migrating VMs that share DSA devices: where offloading pays, and where it ends.
-    #[command(after_help = "\
-Examples:
-  martlet sim dsa
-  martlet sim dsa --vms 100 --channels 8 --devices 1 --zero 100 --policy block,adaptive
-  martlet sim dsa --svg boundary.svg
-
-Time is modelled; constants and their origin stand in docs/dsa.md.")]
-    Dsa(SimDsaArgs),
-}
-
-/// How a table is shown.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct TableArgs {
-    /// Print one JSON object.
-    #[arg(long)]
-    pub(crate) json: bool,
-    /// Write the result to this file as an SVG picture.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) svg: Option<PathBuf>,
-}
-
-/// Options of `bench rdma`.
-#[derive(Debug, Args)]
-pub(crate) struct BenchRdmaArgs {
-    /// What provides RDMA: ibv, soft, or auto: ibv if a device has the address.
-    #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
-    pub(crate) rdma_provider: Provider,
-    /// An address of this host, by which its two processes find each other.
-    #[arg(long, value_name = "IP", default_value = "127.0.0.1")]
-    pub(crate) address: IpAddr,
-    /// Be the side that is written.
-    #[arg(long, hide = true)]
-    pub(crate) serve: bool,
-    #[command(flatten)]
-    pub(crate) table: TableArgs,
-}
-
-/// Options of `bench vdpa`.
-#[derive(Debug, Args)]
-pub(crate) struct BenchVdpaArgs {
-    /// Cards that suspend and resume together.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<u16>(VDPA_DEVICES_MAX.into()))]
-    pub(crate) devices: u16,
-    /// Data queues of each card.
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = queues)]
-    pub(crate) queues: u16,
-    /// Memory of the guest in the rows of a whole migration. It is mapped, not allocated.
-    #[arg(long, value_name = "SIZE", default_value = "256G", value_parser = memory)]
-    pub(crate) memory: ByteCount,
-    #[command(flatten)]
-    pub(crate) table: TableArgs,
-}
-
-/// Options of `bench zero-check`.
-#[derive(Debug, Args)]
-pub(crate) struct BenchZeroCheckArgs {
-    /// Which methods.
-    #[arg(long, value_enum, default_value_t = ZeroMethodArg::All)]
-    pub(crate) method: ZeroMethodArg,
-    /// Shares of zero pages, in per cent.
-    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "0,50,90,100", value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub(crate) zero: Vec<u8>,
-    #[command(flatten)]
-    pub(crate) table: TableArgs,
-}
-
-/// How zero pages are looked for in a benchmark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ZeroMethodArg {
-    /// Everything that this host has, and the model.
-    All,
-    /// The processor's instructions, each width.
-    Cpu,
-    /// DSA work queues of this host, and the model.
-    Dsa,
-}
-
-/// Options of `sim dsa`.
-#[derive(Debug, Args)]
-pub(crate) struct SimDsaArgs {
-    /// Migrating VMs.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,10,100", value_parser = count::<u32>(1000))]
-    pub(crate) vms: Vec<u32>,
-    /// Channels of each migration.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8", value_parser = count::<u32>(64))]
-    pub(crate) channels: Vec<u32>,
-    /// DSA devices of the host.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8", value_parser = count::<u32>(16))]
-    pub(crate) devices: Vec<u32>,
-    /// Shares of zero pages, in per cent.
-    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "0,50,90,100", value_parser = clap::value_parser!(u8).range(0..=100))]
-    pub(crate) zero: Vec<u8>,
-    /// Who checks a page. Default: all policies.
-    #[arg(long, value_name = "POLICY,...", value_delimiter = ',', value_parser = offload_policy)]
-    pub(crate) policy: Vec<OffloadPolicy>,
-    #[command(flatten)]
-    pub(crate) table: TableArgs,
-}
-
 /// What runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum AccelArg {
@@ -301,102 +177,6 @@ impl FromStr for SerialArg {
             Some(_) | None => None,
         }
         .ok_or_else(|| "expected stdio, file:PATH, unix:PATH or none".to_owned())
-    }
-}
-
-/// Which vDPA network cards a guest gets: `model=mlx5,devices=4,queues=32`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct VdpaArg {
-    /// Who plays the hardware.
-    pub(crate) model: VdpaModel,
-    /// Cards, 1 to [`VDPA_DEVICES_MAX`].
-    pub(crate) devices: u16,
-    /// Data queues of each card, an even number from 2 to [`VDPA_QUEUES_MAX`].
-    pub(crate) queues: u16,
-    /// How long the modelled firmware takes.
-    pub(crate) latency: VdpaLatency,
-}
-
-/// Most cards of a guest.
-pub(crate) const VDPA_DEVICES_MAX: u16 = 8;
-/// Most data queues of a card.
-pub(crate) const VDPA_QUEUES_MAX: u16 = 64;
-
-/// Who plays the hardware of a vDPA card.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum VdpaModel {
-    /// The software mlx5.
-    Mlx5,
-}
-
-/// How long a modelled firmware takes for its commands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum VdpaLatency {
-    /// As published for a ConnectX-6 Dx.
-    Real,
-    /// No time.
-    None,
-}
-
-impl FromStr for VdpaArg {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<VdpaArg, String> {
-        let mut arg =
-            VdpaArg { model: VdpaModel::Mlx5, devices: 1, queues: 2, latency: VdpaLatency::Real };
-        let mut seen = Vec::new();
-        for item in text.split(',') {
-            let (key, value) = item.split_once('=').unwrap_or((item, ""));
-            if seen.contains(&key) {
-                return Err(format!("`{key}` is given twice"));
-            }
-            match (key, value) {
-                ("model", "mlx5") => arg.model = VdpaModel::Mlx5,
-                ("model", other) => {
-                    return Err(format!("there is no model `{other}`; there is mlx5"));
-                }
-                ("devices", count) => arg.devices = vdpa_count(key, count, VDPA_DEVICES_MAX)?,
-                ("queues", count) => arg.queues = vdpa_count(key, count, VDPA_QUEUES_MAX)?,
-                ("latency", "real") => arg.latency = VdpaLatency::Real,
-                ("latency", "none") => arg.latency = VdpaLatency::None,
-                ("latency", _) => return Err("latency is real or none".to_owned()),
-                _ => {
-                    return Err(format!(
-                        "`{item}` is none of model=mlx5, devices=N, queues=N, latency=real|none"
-                    ));
-                }
-            }
-            seen.push(key);
-        }
-        if !seen.contains(&"model") {
-            return Err("say who plays the hardware: model=mlx5".to_owned());
-        }
-        if !arg.queues.is_multiple_of(2) {
-            return Err(format!("{} queues: a card has them in pairs", arg.queues));
-        }
-        Ok(arg)
-    }
-}
-
-impl std::fmt::Display for VdpaArg {
-    /// As it is read.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let model = match self.model {
-            VdpaModel::Mlx5 => "mlx5",
-        };
-        let latency = match self.latency {
-            VdpaLatency::Real => "real",
-            VdpaLatency::None => "none",
-        };
-        let VdpaArg { devices, queues, .. } = self;
-        write!(f, "model={model},devices={devices},queues={queues},latency={latency}")
-    }
-}
-
-fn vdpa_count(key: &str, text: &str, max: u16) -> Result<u16, String> {
-    match text.parse() {
-        Ok(count) if (1..=max).contains(&count) => Ok(count),
-        Ok(_) | Err(_) => Err(format!("{key}: `{text}` is not a number from 1 to {max}")),
     }
 }
 
@@ -612,22 +392,6 @@ fn count<T: Clone + Send + Sync + TryFrom<i64, Error: std::error::Error + Send +
     RangedI64ValueParser::new().range(1..=max)
 }
 
-fn queues(text: &str) -> Result<u16, String> {
-    let queues = vdpa_count("queues", text, VDPA_QUEUES_MAX)?;
-    if queues.is_multiple_of(2) {
-        Ok(queues)
-    } else {
-        Err(format!("{queues} queues: a card has them in pairs"))
-    }
-}
-
-fn offload_policy(text: &str) -> Result<OffloadPolicy, String> {
-    OffloadPolicy::from_name(text).ok_or_else(|| {
-        let names: Vec<&str> = OffloadPolicy::ALL.iter().map(|policy| policy.name()).collect();
-        format!("expected one of {}", names.join(", "))
-    })
-}
-
 fn memory(text: &str) -> Result<ByteCount, String> {
     let size: ByteCount = text.parse().map_err(|e| format!("{e}"))?;
     if size.0 == 0 {
@@ -728,27 +492,6 @@ mod tests {
         assert_eq!("unix:x".parse(), Ok(SerialArg::Unix("x".into())));
         for bad in ["", "file:", "tty", "tcp:1", "stdio:"] {
             assert!(bad.parse::<SerialArg>().is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn cards_are_read_as_they_are_written() {
-        let text = "model=mlx5,devices=4,queues=32";
-        let arg: VdpaArg = text.parse().unwrap();
-        assert_eq!((arg.devices, arg.queues, arg.latency), (4, 32, VdpaLatency::Real));
-        assert_eq!(arg.to_string().parse(), Ok(arg));
-        for (bad, part) in [
-            ("", "none of"),
-            ("devices=4", "model=mlx5"),
-            ("model=e1000", "no model `e1000`"),
-            ("model=mlx5,queues=3", "in pairs"),
-            ("model=mlx5,queues=66", "1 to 64"),
-            ("model=mlx5,devices=0", "1 to 8"),
-            ("model=mlx5,devices=1,devices=2", "twice"),
-            ("model=mlx5,latency=low", "real or none"),
-        ] {
-            let error = bad.parse::<VdpaArg>().unwrap_err();
-            assert!(error.contains(part), "{bad}: {error}");
         }
     }
 
