@@ -219,6 +219,7 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16, counters: bool) -> Queu
         has_counters: counters && types.has_object_type(object_type::VIRTIO_Q_COUNTERS),
         retired: Arc::default(),
         orphans: Vec::new(),
+        ghosts: Vec::new(),
         has_doubts: false,
     }
 }

@@ -55,6 +55,9 @@ impl Mlx5Device {
         let runs =
             |index: &usize| control.queues.object(*index).is_some_and(|object| !object.stands());
         let running: Vec<usize> = which.iter().copied().filter(runs).collect();
+        for index in &running {
+            control.queues.list[*index].at = None;
+        }
         // Where they were is lost with them: they are out of order until a reset.
         control.queues.destroy(&self.firmware, &running, &self.guest)
     }

@@ -73,6 +73,7 @@ impl Mlx5Device {
         control.keys.registry_mut().forget_all();
         let queues = &mut control.queues;
         queues.orphans.clear();
+        queues.ghosts.clear();
         queues.has_doubts = false;
         queues.table = None;
         queues.scratch = None;

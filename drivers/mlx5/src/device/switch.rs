@@ -56,8 +56,7 @@ impl Mlx5Device {
     }
 
     fn begin_stopping(&self, control: &mut Control) -> Operation {
-        let active = control.queues.active();
-        let stopping = Stopping::begin(&self.firmware, &mut control.queues, &active, &self.guest);
+        let stopping = Stopping::of_device(&self.firmware, &mut control.queues, &self.guest);
         Operation::Stop(Box::new(stopping))
     }
 

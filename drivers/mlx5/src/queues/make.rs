@@ -51,8 +51,10 @@ impl Queues {
             batch.push_after(object.stop_request(), ready);
         }
         firmware.run(&mut batch);
+        let commands: Vec<_> = (0..batch.len()).map(|number| batch.command(number)).collect();
         let results = batch.into_results();
-        for (index, pair) in new.into_iter().zip(results.chunks(2)) {
+        let answers = results.chunks(2).zip(commands.chunks(2));
+        for (index, (pair, commands)) in new.into_iter().zip(answers) {
             let Some(object) = self.object_mut(index) else { continue };
             match pair {
                 [Ok(_), Ok(_)] => {
@@ -60,8 +62,12 @@ impl Queues {
                     object.change(ObjectEvent::Stopped);
                 }
                 [first, second] => {
-                    // It is made anew by whoever needs it.
-                    object.change(ObjectEvent::FoundBroken);
+                    // It may run, or may come to: it is made anew by whoever needs it, and ended
+                    // before anybody says that all queues stand.
+                    object.change(ObjectEvent::Unanswered);
+                    if first.as_ref().is_err_and(CommandError::may_be_done) {
+                        object.changes_out.extend(commands[0]);
+                    }
                     let error = first.as_ref().err().or(second.as_ref().err());
                     faults.extend(error.map(|error| one(index, error)).unwrap_or_default());
                 }

@@ -1,10 +1,11 @@
 //! All virtqueues of a device.
 
 use super::queue::{Common, Fields, Hold, LogTo, Object, Place, Queue};
+use super::state::{ObjectEvent, ObjectState};
 use super::table::Table;
 use super::umem::{self, Retired};
 use crate::batch::{Batch, BatchOptions, OnFailure};
-use crate::command::{CommandError, Keep};
+use crate::command::{CommandError, CommandId, Keep, Output};
 use crate::firmware::{Firmware, users};
 use crate::memory::MapRef;
 use crate::options::Pace;
@@ -44,6 +45,9 @@ pub(crate) struct Queues {
     pub(crate) retired: Retired,
     /// Objects that could not be destroyed. They keep what they may use.
     pub(crate) orphans: Vec<Object>,
+    /// Changes that were not answered, of objects that are destroyed: numbers are given again, and
+    /// a change that comes late would hit whatever has the number then.
+    pub(crate) ghosts: Vec<(u32, CommandId)>,
     /// The device says that an object does not exist that should, or that there is one where none
     /// should be: a number that it told was not the right one.
     pub(crate) has_doubts: bool,
@@ -97,20 +101,73 @@ impl Queues {
         self.list.get_mut(index)?.object.as_mut()
     }
 
-    /// Whether a start of this queue, or a change, that was not answered may come yet.
-    pub(crate) fn may_change_yet(&self, firmware: &Firmware, index: usize) -> bool {
-        let changes = self.object(index).map(|object| &object.changes_out[..]);
-        changes.unwrap_or_default().iter().any(|id| firmware.is_out(*id))
+    /// Queues outside of these that may run, or may come to run: left by a growth or a preparation
+    /// that failed, or told to start by a command that was not answered.
+    pub(super) fn strays(&self, which: &[usize]) -> Vec<usize> {
+        let is_stray = |index: &usize| {
+            let Some(object) = self.object(*index) else { return false };
+            // Out of ERR no command leads.
+            let may_start = object.state != ObjectState::Broken && !object.changes_out.is_empty();
+            !which.contains(index) && (!object.stands() || may_start)
+        };
+        (0..self.list.len()).filter(is_stray).collect()
     }
 
-    /// Whether it can't be told where a queue stands, because of a change that was not answered: it
-    /// may come yet, or it came after the queue was asked last. Those that came are forgotten: the
-    /// next start finds out what they did.
-    pub(super) fn is_unsettled(&mut self, firmware: &Firmware, index: usize) -> bool {
-        let Some(object) = self.object_mut(index) else { return false };
-        let came = object.stands() && !object.changes_out.is_empty();
+    /// Whether a queue was last told to run on the driver's own ring, and nobody knows whether it
+    /// does: nothing of it is worth keeping.
+    pub(super) fn is_lost_on_scratch(&self, index: usize) -> bool {
+        let (Some(object), Some(scratch)) = (self.object(index), &self.scratch) else {
+            return false;
+        };
+        !object.stands() && object.fields.place == scratch.place
+    }
+
+    /// Notes what may yet happen to the number of an object that is destroyed.
+    pub(super) fn bury(&mut self, object: &Object) {
+        self.ghosts.extend(object.changes_out.iter().map(|change| (object.id, *change)));
+    }
+
+    /// Changes that may yet happen to an object that was made under this number.
+    pub(super) fn ghosts_of(&mut self, id: u32) -> Vec<CommandId> {
+        self.ghosts.extract_if(.., |(of, _)| *of == id).map(|(_, change)| change).collect()
+    }
+
+    /// Takes the answers to destructions of all orphans.
+    pub(super) fn orphans_destroyed(
+        &mut self,
+        mut results: impl Iterator<Item = Result<Output, CommandError>>,
+    ) {
+        for orphan in std::mem::take(&mut self.orphans) {
+            if results.next().as_ref().is_some_and(is_destroyed) {
+                self.bury(&orphan);
+            } else {
+                self.orphans.push(orphan);
+            }
+        }
+    }
+
+    /// Forgets changes that were answered after all.
+    pub(super) fn forget_answered(&mut self, firmware: &Firmware) {
+        self.ghosts.retain(|(_, change)| firmware.is_out(*change));
+    }
+
+    /// Forgets changes of a queue that were answered late. They may have come since it was asked
+    /// last: one that stood then may run by now, and has to be asked, or stopped, once more.
+    pub(super) fn settle(&mut self, firmware: &Firmware, index: usize) {
+        let Some(object) = self.object_mut(index) else { return };
+        let before = object.changes_out.len();
         object.changes_out.retain(|id| firmware.is_out(*id));
-        came || !object.changes_out.is_empty()
+        let came = object.changes_out.len() < before;
+        if came && matches!(object.state, ObjectState::Init | ObjectState::Suspended) {
+            object.change(ObjectEvent::Unanswered);
+        }
+    }
+
+    /// Whether a queue does not stay where it stands, because a change that was not answered may
+    /// come yet.
+    pub(super) fn is_unsettled(&mut self, firmware: &Firmware, index: usize) -> bool {
+        self.settle(firmware, index);
+        self.object(index).is_some_and(|object| !object.changes_out.is_empty())
     }
 
     /// Receive queues' object numbers, of these queues.
@@ -156,15 +213,13 @@ impl Queues {
             batch.push(orphan.destroy_request());
         }
         firmware.run(&mut batch);
-        let results = batch.into_results();
-        let mut results = results.iter();
-        self.orphans.retain(|_| !results.next().is_some_and(is_destroyed));
+        self.orphans_destroyed(batch.into_results().into_iter());
         self.orphans.len()
     }
 }
 
 /// Whether the answer to a destruction means that there is nothing any more.
-pub(crate) fn is_destroyed(result: &Result<crate::command::Output, CommandError>) -> bool {
+pub(crate) fn is_destroyed(result: &Result<Output, CommandError>) -> bool {
     let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
     // A second try after one that was not answered finds nothing.
     let is_missing = matches!(

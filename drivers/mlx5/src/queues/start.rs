@@ -163,7 +163,7 @@ impl Starting {
                 let gone = queues.with_object(&self.remake);
                 let mut results = batch.into_results().into_iter();
                 let answers: Vec<_> = gone.into_iter().zip(results.by_ref()).collect();
-                queues.orphans.retain(|_| !results.next().as_ref().is_some_and(is_destroyed));
+                queues.orphans_destroyed(results);
                 for (index, result) in answers {
                     destroyed(queues, index, &result);
                 }
@@ -203,11 +203,14 @@ impl Starting {
     }
 
     /// Asks queues of which an earlier failure has left something unknown.
-    fn ask(&self, firmware: &Firmware, queues: &Queues) -> Stage {
+    fn ask(&self, firmware: &Firmware, queues: &mut Queues) -> Stage {
+        for index in self.queues.iter().copied() {
+            queues.settle(firmware, index);
+        }
         let is_unclear = |index: &usize| {
             let Some(object) = queues.object(*index) else { return false };
             match object.state {
-                ObjectState::Unknown => true,
+                ObjectState::Unknown => !queues.is_lost_on_scratch(*index),
                 ObjectState::Suspended | ObjectState::Broken => queues.list[*index].at.is_none(),
                 ObjectState::Init | ObjectState::Ready => false,
             }
@@ -223,7 +226,8 @@ impl Starting {
     /// Queues that run already, because they could not be stopped: kicks reach them again.
     fn open_running(&self, queues: &mut Queues, gates: &impl Gates) {
         for index in self.queues.iter().copied() {
-            if queues.object(index).is_some_and(|object| object.state == ObjectState::Ready) {
+            let is_ready = |object: &Object| object.state == ObjectState::Ready;
+            if queues.object(index).is_some_and(is_ready) && !queues.is_lost_on_scratch(index) {
                 runs(queues, gates, index);
             }
         }
@@ -237,7 +241,8 @@ impl Starting {
             let Some(object) = &queue.object else { return true };
             let wrong_size = queue.config.is_some_and(|config| config.size != object.size);
             let stuck = object.state == ObjectState::Suspended && !resumable;
-            object.state == ObjectState::Broken || wrong_size || stuck
+            let lost = queues.is_lost_on_scratch(*index);
+            object.state == ObjectState::Broken || wrong_size || stuck || lost
         };
         self.queues.iter().copied().filter(has_to).collect()
     }
@@ -384,8 +389,9 @@ impl Starting {
             Ok(id) => {
                 let Made { index, fields, hold, umem, size } = made;
                 let (state, holds) = (ObjectState::Init, vec![hold]);
+                let changes_out = queues.ghosts_of(id);
                 queues.list[index].object =
-                    Some(Object { id, size, state, changes_out: Vec::new(), fields, umem, holds });
+                    Some(Object { id, size, state, changes_out, fields, umem, holds });
             }
             Err(error) => {
                 let is_wrong = |status| is_status(result, status);
@@ -437,7 +443,7 @@ impl Starting {
     fn look(
         &mut self,
         firmware: &Firmware,
-        queues: &Queues,
+        queues: &mut Queues,
         failed: Vec<(usize, CommandError)>,
     ) -> Stage {
         if failed.is_empty() {
@@ -445,6 +451,7 @@ impl Starting {
         }
         let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
         for (index, _) in &failed {
+            queues.settle(firmware, *index);
             if let Some(object) = queues.object(*index) {
                 batch.push(object.query_request());
             }
@@ -486,12 +493,14 @@ impl Starting {
             return self.table_in(firmware, queues);
         }
         self.second = true;
-        // One whose start may come yet is only told to start once more: made anew, it would be
-        // where it was before it ran.
-        let is_broken = |index: &usize| {
-            queues.object(*index).is_some_and(|object| object.state == ObjectState::Broken)
-        };
-        again.retain(|index| is_broken(index) || !queues.may_change_yet(firmware, *index));
+        // One whose start may come yet, or was still out when it was asked, is only told to start
+        // once more: made anew, it would be where it was before it ran.
+        again.retain(|index| {
+            let is_sure = |object: &Object| {
+                object.state == ObjectState::Broken || object.changes_out.is_empty()
+            };
+            queues.object(*index).is_some_and(is_sure)
+        });
         self.remake = again;
         self.table_out(firmware, queues)
     }
@@ -532,7 +541,9 @@ pub(super) fn destroyed(queues: &mut Queues, index: usize, result: &Result<Outpu
     if !is_destroyed(result) {
         tracing::warn!(queue = index, "a virtqueue could not be destroyed");
         queues.orphans.push(object);
+        return;
     }
+    queues.bury(&object);
 }
 
 /// Takes what a queue says of which something is unclear.

@@ -2,12 +2,14 @@
 
 use super::fate::Faults;
 use super::set::{Gates, Queues, batch};
+use super::start::destroyed;
 use super::state::{ObjectEvent, ObjectState};
 use crate::batch::{Batch, OnFailure};
 use crate::command::{CommandError, Output};
 use crate::firmware::Firmware;
 use crate::options::Barrier;
 use martlet_mlx5_abi::Opcode;
+use martlet_vdpa::QueueState;
 use std::collections::BTreeMap;
 
 /// How often a query that went wrong is issued.
@@ -16,9 +18,16 @@ const READS_MAX: u32 = 2;
 /// A stop that is going on.
 pub(crate) struct Stopping {
     queues: Vec<usize>,
+    /// Others that may run: they stand in the end, or are ended. Where they are need not be known.
+    strays: Vec<usize>,
+    /// Those of them to which an earlier change may come yet: whatever they are told now, only
+    /// their end makes them stand for good.
+    doomed: Vec<usize>,
+    /// Where queues would have begun that may have been started: where they are if they were not.
+    begins: BTreeMap<usize, QueueState>,
     phase: Phase,
-    /// Queues of which an earlier change was not answered when this began: it may come, or may have
-    /// come, after they were asked where they stand.
+    /// Queues of which an earlier change was not answered when this began. They are not stopped: a
+    /// start that came after the stop would begin where it was told to, and repeat frames.
     unsettled: Vec<usize>,
     /// What is wrong with a queue, unless it is found standing after all.
     wrong: BTreeMap<usize, CommandError>,
@@ -27,6 +36,7 @@ pub(crate) struct Stopping {
 enum Phase {
     Stop { batch: Batch, items: Vec<Item> },
     Read { batch: Batch, queues: Vec<usize>, round: u32 },
+    End { batch: Batch, queues: Vec<usize> },
     Over,
 }
 
@@ -38,6 +48,23 @@ enum Item {
 }
 
 impl Stopping {
+    /// Begins to stop the whole device: the active queues, and every other that may run.
+    pub(crate) fn of_device(
+        firmware: &Firmware,
+        queues: &mut Queues,
+        gates: &impl Gates,
+    ) -> Stopping {
+        let active = queues.active();
+        let mut unsettled = active.clone();
+        unsettled.retain(|index| queues.is_unsettled(firmware, *index));
+        if !unsettled.is_empty() {
+            // It can't succeed: frames go on meanwhile.
+            return Stopping::new(firmware, queues, unsettled, Vec::new(), gates);
+        }
+        let strays = queues.strays(&active);
+        Stopping::new(firmware, queues, active, strays, gates)
+    }
+
     /// Begins to stop these queues. Those that stand already are only asked where, if that is not
     /// known.
     pub(crate) fn begin(
@@ -46,10 +73,24 @@ impl Stopping {
         which: &[usize],
         gates: &impl Gates,
     ) -> Stopping {
+        Stopping::new(firmware, queues, which.to_vec(), Vec::new(), gates)
+    }
+
+    fn new(
+        firmware: &Firmware,
+        queues: &mut Queues,
+        which: Vec<usize>,
+        strays: Vec<usize>,
+        gates: &impl Gates,
+    ) -> Stopping {
+        queues.forget_answered(firmware);
+        let mut unsettled = which.clone();
+        unsettled.retain(|index| queues.is_unsettled(firmware, *index));
+        let doomed = doom(firmware, queues, &strays);
         let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
         let mut items = Vec::new();
-        let mut wrong = BTreeMap::new();
-        for index in which.iter().copied() {
+        let (mut wrong, mut begins) = (BTreeMap::new(), BTreeMap::new());
+        for index in which.iter().chain(&strays).copied() {
             gates.close(index);
             let Some(object) = queues.object(index) else {
                 if queues.list[index].at.is_none() {
@@ -57,19 +98,18 @@ impl Stopping {
                 }
                 continue;
             };
-            if !object.stands() {
+            if !object.stands() && !doomed.contains(&index) && !unsettled.contains(&index) {
                 let stop = batch.push(object.stop_request());
                 items.push(Item::Stop(index));
                 if firmware.options().barrier == Barrier::EachStopped {
                     batch.push_after(object.query_request(), stop);
                     items.push(Item::Read(index));
                 }
-                queues.list[index].at = None;
+                begins.extend(queues.list[index].at.take().map(|at| (index, at)));
             }
         }
-        let mut unsettled: Vec<usize> = which.to_vec();
-        unsettled.retain(|index| queues.is_unsettled(firmware, *index));
-        Stopping { queues: which.to_vec(), phase: Phase::Stop { batch, items }, unsettled, wrong }
+        let phase = Phase::Stop { batch, items };
+        Stopping { queues: which, strays, doomed, begins, phase, unsettled, wrong }
     }
 
     /// Moves it on by a step: what is wrong, if it is over. Nothing wrong means that all of the
@@ -83,7 +123,7 @@ impl Stopping {
                     }
                     let answers: Vec<_> = items.iter().copied().zip(batch.results()).collect();
                     for (item, result) in answers {
-                        take_answer(queues, &mut self.wrong, item, result);
+                        take_answer(queues, &mut self.wrong, &self.begins, item, result);
                     }
                     self.phase = self.read(firmware, queues, 1);
                 }
@@ -92,10 +132,26 @@ impl Stopping {
                         return None;
                     }
                     for (index, result) in which.iter().zip(batch.results()) {
-                        take_answer(queues, &mut self.wrong, Item::Read(*index), result);
+                        let item = Item::Read(*index);
+                        take_answer(queues, &mut self.wrong, &self.begins, item, result);
                     }
                     let round = *round + 1;
                     self.phase = self.read(firmware, queues, round);
+                }
+                Phase::End { batch, queues: which } => {
+                    if !firmware.poll(batch) {
+                        return None;
+                    }
+                    let mut results = batch.results().cloned();
+                    for index in which.iter().copied() {
+                        if let Some(result) = results.next() {
+                            destroyed(queues, index, &result);
+                            // How far it came is lost with it.
+                            queues.list[index].at = None;
+                        }
+                    }
+                    queues.orphans_destroyed(results);
+                    self.phase = Phase::Over;
                 }
                 Phase::Over => return Some(self.faults(queues)),
             }
@@ -106,15 +162,37 @@ impl Stopping {
     fn read(&self, firmware: &Firmware, queues: &Queues, round: u32) -> Phase {
         let unknown =
             |index: &usize| queues.list[*index].at.is_none() && queues.object(*index).is_some();
-        let which: Vec<usize> = self.queues.iter().copied().filter(unknown).collect();
+        let stopped = self.strays.iter().filter(|index| !self.doomed.contains(index));
+        let which = self.queues.iter().chain(stopped).copied().filter(unknown);
+        let which: Vec<usize> = which.collect();
         if which.is_empty() || round > READS_MAX {
-            return Phase::Over;
+            return self.end(firmware, queues);
         }
         let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
         for object in which.iter().filter_map(|index| queues.object(*index)) {
             batch.push(object.query_request());
         }
         Phase::Read { batch, queues: which, round }
+    }
+
+    /// Ends those strays that don't stand for good, and tries again to end what could not be ended
+    /// before.
+    fn end(&self, firmware: &Firmware, queues: &Queues) -> Phase {
+        let has_to = |index: &usize| {
+            let object = queues.object(*index);
+            object.is_some_and(|object| !object.stands()) || self.doomed.contains(index)
+        };
+        let which: Vec<usize> = self.strays.iter().copied().filter(has_to).collect();
+        let which = queues.with_object(&which);
+        if which.is_empty() && queues.orphans.is_empty() {
+            return Phase::Over;
+        }
+        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let objects = which.iter().filter_map(|index| queues.object(*index));
+        for object in objects.chain(&queues.orphans) {
+            batch.push(object.destroy_request());
+        }
+        Phase::End { batch, queues: which }
     }
 
     fn faults(&self, queues: &Queues) -> Faults {
@@ -148,15 +226,24 @@ fn lost(_: usize) -> CommandError {
     CommandError::Nonsense { opcode: Opcode::QUERY_GENERAL_OBJECT, what: "its index is lost" }
 }
 
+/// Those strays to which a change may come yet, or that run on the driver's own ring.
+fn doom(firmware: &Firmware, queues: &mut Queues, strays: &[usize]) -> Vec<usize> {
+    let mut doomed = strays.to_vec();
+    doomed
+        .retain(|index| queues.is_unsettled(firmware, *index) || queues.is_lost_on_scratch(*index));
+    doomed
+}
+
 fn take_answer(
     queues: &mut Queues,
     wrong: &mut BTreeMap<usize, CommandError>,
+    begins: &BTreeMap<usize, QueueState>,
     item: Item,
     result: &Result<Output, CommandError>,
 ) {
     match item {
         Item::Stop(index) => stopped(queues, wrong, index, result),
-        Item::Read(index) => read(queues, wrong, index, result),
+        Item::Read(index) => read(queues, wrong, begins, index, result),
     }
 }
 
@@ -184,6 +271,7 @@ fn stopped(
 fn read(
     queues: &mut Queues,
     wrong: &mut BTreeMap<usize, CommandError>,
+    begins: &BTreeMap<usize, QueueState>,
     index: usize,
     result: &Result<Output, CommandError>,
 ) {
@@ -197,6 +285,11 @@ fn read(
     match found {
         Ok(Some(at)) => {
             queues.list[index].at = Some(at);
+            wrong.remove(&index);
+        }
+        // It has never run: it is where it would have begun.
+        Ok(None) if object.state == ObjectState::Init && begins.contains_key(&index) => {
+            queues.list[index].at = begins.get(&index).copied();
             wrong.remove(&index);
         }
         // It runs: the stop's own error says why.
