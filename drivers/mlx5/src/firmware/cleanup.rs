@@ -4,26 +4,59 @@
 //! would live as long as the function: it is destroyed here, and only then what it was kept alive
 //! for goes. A late change of a virtqueue is told to the queues, which look what state it is in.
 
-use super::shared::users;
+use super::shared::{is_done, users};
 use crate::batch::{Batch, BatchOptions, OnFailure};
-use crate::command::{CommandQueue, LateCompletion, Output, Request};
-use martlet_mlx5_abi::Opcode;
+use crate::command::{CommandError, CommandQueue, Keep, LateCompletion, Output, Request};
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortIn, ShortOut};
+use martlet_mlx5_abi::{CommandStatus, Opcode};
 use martlet_units::Instant;
+use std::fmt;
 use std::time::Duration;
+
+/// How often an object is tried to be destroyed, before only a restart of the function helps.
+const TRIES_MAX: u32 = 3;
 
 #[derive(Debug)]
 pub(super) struct Cleanup {
     deadline: Duration,
-    waiting: Vec<Request>,
-    current: Option<Batch>,
+    waiting: Vec<Undo>,
+    current: Option<(Batch, Vec<Undo>)>,
+    /// What could not be destroyed: it lives as long as the function, and so does what it uses.
+    left: Vec<Undo>,
     changes: bool,
     destroyed: u64,
 }
 
+/// Something that was made, and that nobody wants.
+struct Undo {
+    destroy: Opcode,
+    op_mod: u16,
+    object: u32,
+    keep: Option<Keep>,
+    tries: u32,
+}
+
+impl fmt::Debug for Undo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Undo({}, {})", self.destroy, self.object)
+    }
+}
+
 impl Cleanup {
     pub(super) fn new(deadline: Duration) -> Cleanup {
-        Cleanup { deadline, waiting: Vec::new(), current: None, changes: false, destroyed: 0 }
+        Cleanup {
+            deadline,
+            waiting: Vec::new(),
+            current: None,
+            left: Vec::new(),
+            changes: false,
+            destroyed: 0,
+        }
+    }
+
+    /// Whether something exists that nobody wants.
+    pub(super) fn is_clean(&self) -> bool {
+        self.waiting.is_empty() && self.current.is_none() && self.left.is_empty()
     }
 
     /// How many objects were destroyed.
@@ -41,9 +74,9 @@ impl Cleanup {
             return;
         }
         let Ok(output) = &late.result else { return };
-        if let Some(mut request) = undo(late.opcode, late.op_mod, output) {
-            request.keep = late.keep;
-            self.waiting.push(request);
+        if let Some((destroy, object)) = undo(late.opcode, output) {
+            let (op_mod, keep) = (late.op_mod, late.keep);
+            self.waiting.push(Undo { destroy, op_mod, object, keep, tries: 0 });
         }
     }
 
@@ -55,34 +88,61 @@ impl Cleanup {
                 deadline: self.deadline,
                 on_failure: OnFailure::GoOn,
             });
-            for request in self.waiting.drain(..) {
-                batch.push(request);
+            let undoing = std::mem::take(&mut self.waiting);
+            for undo in &undoing {
+                batch.push(undo.request());
             }
-            self.current = Some(batch);
+            self.current = Some((batch, undoing));
         }
-        if let Some(batch) = &mut self.current
-            && batch.poll(now, queue)
-        {
-            let done = batch.results().filter(|result| result.is_ok()).count();
-            self.destroyed += u64::try_from(done).unwrap_or(0);
-            self.current = None;
+        let done = |(batch, _): &mut (Batch, Vec<Undo>)| batch.poll(now, queue);
+        if let Some((batch, undoing)) = self.current.take_if(done) {
+            for (undo, result) in undoing.into_iter().zip(batch.results()) {
+                self.undone(undo, result);
+            }
+        }
+    }
+
+    fn undone(&mut self, mut undo: Undo, result: &Result<Output, CommandError>) {
+        undo.tries += 1;
+        // One that was not answered the first time has happened after all.
+        let is_missing =
+            matches!(result, Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. }));
+        if is_done(undo.destroy, result) || (is_missing && undo.tries > 1) {
+            self.destroyed += 1;
+        } else if undo.tries < TRIES_MAX {
+            self.waiting.push(undo);
+        } else {
+            tracing::warn!(?undo, "what a late command made can't be destroyed");
+            self.left.push(undo);
         }
     }
 
     pub(super) fn poll_timeout(&self, now: Instant) -> Option<Instant> {
-        self.current.as_ref().and_then(|batch| batch.poll_timeout(now))
+        self.current.as_ref().and_then(|(batch, _)| batch.poll_timeout(now))
     }
 }
 
-/// The command that destroys what another has made; `None` for one that makes nothing.
-fn undo(opcode: Opcode, op_mod: u16, output: &Output) -> Option<Request> {
-    if opcode == Opcode::CREATE_GENERAL_OBJECT {
-        let id = output.read::<GeneralObjectOut>().ok()?.obj_id.get();
-        let destroy = Opcode::DESTROY_GENERAL_OBJECT;
-        let input = GeneralObjectIn::new(destroy, op_mod, id);
-        return Some(Request::new::<GeneralObjectOut>(destroy, &input));
+impl Undo {
+    fn request(&self) -> Request {
+        let Undo { destroy, op_mod, object, .. } = self;
+        let mut request = if *destroy == Opcode::DESTROY_GENERAL_OBJECT {
+            let input = GeneralObjectIn::new(*destroy, *op_mod, *object);
+            Request::new::<GeneralObjectOut>(*destroy, &input)
+        } else {
+            Request::new::<ShortOut>(*destroy, &ShortIn::new(*destroy, 0, *object))
+        };
+        request.keep.clone_from(&self.keep);
+        request
     }
+}
+
+/// What destroys what another command has made, and its number; `None` for one that makes nothing.
+fn undo(opcode: Opcode, output: &Output) -> Option<(Opcode, u32)> {
     let destroy = match opcode {
+        Opcode::CREATE_GENERAL_OBJECT => {
+            let object = output.read::<GeneralObjectOut>().ok()?.obj_id.get();
+            return Some((Opcode::DESTROY_GENERAL_OBJECT, object));
+        }
         Opcode::CREATE_MKEY => Opcode::DESTROY_MKEY,
         Opcode::CREATE_UMEM => Opcode::DESTROY_UMEM,
         Opcode::CREATE_RQT => Opcode::DESTROY_RQT,
@@ -91,6 +151,5 @@ fn undo(opcode: Opcode, op_mod: u16, output: &Output) -> Option<Request> {
         Opcode::CREATE_EQ => Opcode::DESTROY_EQ,
         _ => return None,
     };
-    let object = output.read::<ShortOut>().ok()?.object.get();
-    Some(Request::new::<ShortOut>(destroy, &ShortIn::new(destroy, 0, object)))
+    Some((destroy, output.read::<ShortOut>().ok()?.object.get()))
 }

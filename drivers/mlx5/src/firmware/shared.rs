@@ -138,8 +138,9 @@ impl Firmware {
         state.queue.set_past(past);
         state.events = None;
         state.late_keys.clear();
-        state.cleanup = Cleanup::new(self.options.deadlines.setup);
-        (old, std::mem::take(&mut state.pages))
+        let cleanup = Cleanup::new(self.options.deadlines.setup);
+        let left = std::mem::replace(&mut state.cleanup, cleanup);
+        (old, left, std::mem::take(&mut state.pages))
     }
 
     /// The device's clock.
@@ -173,9 +174,11 @@ impl Firmware {
         self.lock().queue.is_out(id)
     }
 
-    /// Whether the function may have something of which nobody knows the number.
+    /// Whether the function may have something of which nobody knows the number, or that could not
+    /// be destroyed.
     pub(crate) fn has_doubts(&self) -> bool {
-        self.lock().queue.doubtful_creations() > 0
+        let state = self.lock();
+        state.queue.doubtful_creations() > 0 || !state.cleanup.is_clean()
     }
 
     /// How often the device has told of a change of the link.

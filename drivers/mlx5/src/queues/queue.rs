@@ -55,6 +55,10 @@ pub(crate) struct Object {
     /// Starts, and changes of fields, that were not answered. While the device has one, it may yet
     /// happen, whatever the object was told since.
     pub(crate) changes_out: Vec<CommandId>,
+    /// The device has answered to its number: that is the right one.
+    pub(crate) is_known: bool,
+    /// A destruction was not answered: it may not exist any more.
+    pub(crate) may_be_gone: bool,
     /// What it was made or modified with last. Its indices are `None` while they move.
     pub(crate) fields: Fields,
     /// Its memory for the firmware.
@@ -97,6 +101,7 @@ impl Object {
         let (id, state) = (self.id, self.state);
         let next = state.next(event);
         self.state = next.unwrap_or_else(|| panic!("virtqueue {id} is {state:?} at {event:?}"));
+        self.is_known |= event != ObjectEvent::Unanswered;
     }
 
     /// Whether it does nothing, for certain.

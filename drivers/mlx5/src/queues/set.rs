@@ -123,7 +123,7 @@ impl Queues {
     }
 
     /// Notes what may yet happen to the number of an object that is destroyed.
-    pub(super) fn bury(&mut self, object: &Object) {
+    fn bury(&mut self, object: &Object) {
         self.ghosts.extend(object.changes_out.iter().map(|change| (object.id, *change)));
     }
 
@@ -138,11 +138,27 @@ impl Queues {
         mut results: impl Iterator<Item = Result<Output, CommandError>>,
     ) {
         for orphan in std::mem::take(&mut self.orphans) {
-            if results.next().as_ref().is_some_and(is_destroyed) {
-                self.bury(&orphan);
-            } else {
-                self.orphans.push(orphan);
+            match results.next() {
+                Some(result) => self.take_destruction(orphan, &result),
+                None => self.orphans.push(orphan),
             }
+        }
+    }
+
+    /// Takes the answer to the destruction of an object that is not in the list any more.
+    pub(super) fn take_destruction(
+        &mut self,
+        mut object: Object,
+        result: &Result<Output, CommandError>,
+    ) {
+        // Unless an earlier destruction has been done, its number was not the right one.
+        let may_be_missing = object.is_known && object.may_be_gone;
+        self.has_doubts |= is_missing(result) && !may_be_missing;
+        if is_destroyed(result) {
+            self.bury(&object);
+        } else {
+            object.may_be_gone |= result.as_ref().is_err_and(CommandError::may_be_done);
+            self.orphans.push(object);
         }
     }
 
@@ -222,11 +238,12 @@ impl Queues {
 pub(crate) fn is_destroyed(result: &Result<Output, CommandError>) -> bool {
     let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
     // A second try after one that was not answered finds nothing.
-    let is_missing = matches!(
-        result,
-        Err(CommandError::Status { status: martlet_mlx5_abi::CommandStatus::BAD_RESOURCE, .. })
-    );
-    is_missing || crate::firmware::is_done(opcode, result)
+    is_missing(result) || crate::firmware::is_done(opcode, result)
+}
+
+fn is_missing(result: &Result<Output, CommandError>) -> bool {
+    let missing = martlet_mlx5_abi::CommandStatus::BAD_RESOURCE;
+    matches!(result, Err(CommandError::Status { status, .. }) if *status == missing)
 }
 
 /// A batch of commands about queues.

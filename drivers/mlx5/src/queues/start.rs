@@ -390,8 +390,17 @@ impl Starting {
                 let Made { index, fields, hold, umem, size } = made;
                 let (state, holds) = (ObjectState::Init, vec![hold]);
                 let changes_out = queues.ghosts_of(id);
-                queues.list[index].object =
-                    Some(Object { id, size, state, changes_out, fields, umem, holds });
+                queues.list[index].object = Some(Object {
+                    id,
+                    size,
+                    state,
+                    changes_out,
+                    is_known: false,
+                    may_be_gone: false,
+                    fields,
+                    umem,
+                    holds,
+                });
             }
             Err(error) => {
                 let is_wrong = |status| is_status(result, status);
@@ -537,13 +546,10 @@ fn is_status(result: &Result<Output, CommandError>, wanted: CommandStatus) -> bo
 /// An object was destroyed, or is one that could not be.
 pub(super) fn destroyed(queues: &mut Queues, index: usize, result: &Result<Output, CommandError>) {
     let Some(object) = queues.list[index].object.take() else { return };
-    queues.has_doubts |= is_status(result, CommandStatus::BAD_RESOURCE);
     if !is_destroyed(result) {
         tracing::warn!(queue = index, "a virtqueue could not be destroyed");
-        queues.orphans.push(object);
-        return;
     }
-    queues.bury(&object);
+    queues.take_destruction(object, result);
 }
 
 /// Takes what a queue says of which something is unclear.
