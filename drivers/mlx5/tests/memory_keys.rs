@@ -350,6 +350,36 @@ fn a_late_answer_settles_what_was_abandoned() {
     }
 }
 
+/// Who waits for a drain, or for a deletion at once, waits until what is due next: a late answer
+/// must not make that the past while another command is out.
+#[test]
+fn a_late_answer_leaves_nothing_due_at_once() {
+    let memory = memory();
+    for config in [config(16), at_once(config(16))] {
+        let mut rig = Rig::new(config);
+        rig.set_map(&small_map(&memory)).unwrap();
+        rig.set_map(&[]).unwrap();
+        rig.registry.begin_drain(VdpaError::Gone { action: "map memory" });
+        // The indirect key goes; a direct one's answer is lost, the others' are awaited.
+        rig.issue();
+        assert!(rig.answer());
+        rig.issue();
+        rig.faults.insert(rig.answered(), Fault::LostAfter);
+        assert!(rig.answer());
+        let pinned = rig.world.pinned_bytes();
+        rig.answer_late();
+        assert!(rig.world.pinned_bytes() < pinned, "unpinned at once");
+        assert_eq!(rig.registry.poll_drained(rig.now), None);
+        assert_eq!(rig.registry.next_due(rig.now), None, "only answers are awaited");
+        // The drain is given up: the rest goes nevertheless.
+        rig.registry.end_drain();
+        rig.pump();
+        while rig.registry.release_one() {}
+        assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (0, 0));
+        rig.world.no_crimes();
+    }
+}
+
 #[test]
 fn a_device_without_room_gets_rid_of_old_keys_first() {
     let memory = memory();

@@ -187,6 +187,13 @@ fn a_reset_leaves_nothing() {
     }
 }
 
+/// As above: the end waited for ever, for a key's memory was to be unpinned at once after a late
+/// answer, and nobody did it while another key was being destroyed.
+#[test]
+fn a_late_answer_does_not_hold_up_the_end() {
+    run_seed(11_454, 250_000);
+}
+
 /// Many seeds, for hours if one likes: `STORM_SEEDS=0..100000 STORM_PER_MILLION=250000`.
 #[test]
 #[ignore = "long: run it by hand"]

@@ -98,9 +98,15 @@ impl Mlx5Device {
         (issued, until)
     }
 
-    /// Without deferred deletion whoever lets a map go sees to its end.
+    /// Without deferred deletion whoever lets a map go sees to its end, unless the device takes
+    /// too long: then the service goes on with it.
     pub(super) fn delete_if_at_once(&self, control: &mut Control) {
+        let end = self.firmware.now().after(self.firmware.options().deadlines.setup);
         while control.keys.registry_mut().must_delete(self.firmware.now()) {
+            if self.firmware.now() >= end {
+                warn_of_backlog(control);
+                return;
+            }
             self.drive_keys(control, true);
         }
         while control.keys.registry_mut().release_one() {}
@@ -115,19 +121,34 @@ impl Mlx5Device {
         until
     }
 
-    /// Destroys all keys that nobody uses, and waits for it.
+    /// Destroys all keys that nobody uses, and waits for it, for as long as a command of the setup
+    /// may take. What is left then stays pinned and in the backlog: the service goes on with it.
     pub(super) fn drain_keys(&self, control: &mut Control) {
         let gone = VdpaError::Gone { action: ACTION };
         control.keys.registry_mut().begin_drain(gone);
         let end = self.firmware.now().after(self.firmware.options().deadlines.setup);
         loop {
             let now = self.firmware.now();
-            if control.keys.registry_mut().poll_drained(now).is_some() || now >= end {
+            if control.keys.registry_mut().poll_drained(now).is_some() {
+                return;
+            }
+            if now >= end {
+                warn_of_backlog(control);
+                control.keys.registry_mut().end_drain();
                 return;
             }
             self.drive_keys(control, true);
         }
     }
+}
+
+fn warn_of_backlog(control: &Control) {
+    let counters = control.keys.registry().counters();
+    tracing::warn!(
+        keys = counters.backlog_keys,
+        bytes = counters.pinned_bytes,
+        "memory keys were not destroyed in time: their memory stays pinned"
+    );
 }
 
 /// Makes a map the current one, for keys and queues.

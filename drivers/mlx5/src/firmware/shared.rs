@@ -36,6 +36,11 @@ pub mod users {
 /// the same device; that thread moves our commands on, but can't wake us.
 const WAIT_SLICE: Duration = Duration::from_micros(100);
 
+/// How long it sleeps at least, unless the device interrupts. Every wait ends by a deadline on the
+/// device's clock, so time has to pass even if somebody names a moment that is past again and again:
+/// a clock in virtual time would stand.
+const WAIT_MIN: Duration = Duration::from_micros(1);
+
 /// How long after a command that was not answered no two are issued at a time. Firmware
 /// 22.41.1000 hangs when it gets several changes of virtqueues at once (mail to "vdpa/mlx5:
 /// Parallelize device suspend/resume", 2024); a driver can't tell it from others, but a second
@@ -225,10 +230,11 @@ impl Firmware {
         batch.into_results().pop().unwrap_or(Err(CommandError::Skipped { opcode }))
     }
 
-    /// Waits for the device, until a moment, or a slice.
+    /// Waits for the device, until a moment, or a slice. Time passes in any case.
     pub(crate) fn wait_until(&self, until: Option<Instant>) {
-        let slice = self.now().after(WAIT_SLICE);
-        self.waiter.wait(Some(until.map_or(slice, |until| until.min(slice))));
+        let now = self.now();
+        let (least, slice) = (now.after(WAIT_MIN), now.after(WAIT_SLICE));
+        self.waiter.wait(Some(until.map_or(slice, |until| until.clamp(least, slice))));
     }
 
     /// Moves everything on by a step, without waiting: when to do that again even if the device

@@ -349,6 +349,11 @@ impl Registry {
             }
             Late::Destroyed => self.counted.keys_destroyed += 1,
         }
+        // Else what is to be unpinned would be due at once for as long as the drain goes on, which
+        // nobody could wait for.
+        if self.deletes_at_once() {
+            while self.release_one() {}
+        }
         self.settle();
     }
 
@@ -442,10 +447,15 @@ impl Registry {
     }
 
     /// Whether the one who lets a map go has to see its end: deletion is not deferred, and
-    /// something is left to delete or to unpin. For measuring what deferring is worth.
+    /// something is left to delete. Memory of destroyed keys is unpinned by then. For measuring
+    /// what deferring is worth.
     pub fn must_delete(&mut self, now: Instant) -> bool {
         self.collect(now);
-        self.config.deletion == Deletion::AtOnce && !self.reaper.is_idle()
+        if self.config.deletion != Deletion::AtOnce {
+            return false;
+        }
+        while self.release_one() {}
+        !self.reaper.is_idle()
     }
 
     /// Begins to destroy everything that nobody holds, without delay; a build is cancelled with
@@ -460,16 +470,22 @@ impl Registry {
     /// How the drain went; `None` while it goes on. Memory of destroyed keys is unpinned by then.
     pub fn poll_drained(&mut self, now: Instant) -> Option<Drained> {
         self.collect(now);
+        while self.release_one() {}
         if self.build.is_some() || !self.reaper.is_idle() {
             return None;
         }
-        while self.reaper.release_one() {}
         self.draining = false;
         Some(Drained {
             maps_held: self.held.len(),
             keys_abandoned: self.counted.keys_abandoned,
             abandoned_bytes: self.counters().abandoned_bytes,
         })
+    }
+
+    /// Gives a drain up that takes too long. What it has not destroyed stays in the backlog, and
+    /// goes when the device lets it.
+    pub fn end_drain(&mut self) {
+        self.draining = false;
     }
 
     /// Forgets all keys, abandoned ones too, and unpins everything: **only** when the device surely reaches no memory
