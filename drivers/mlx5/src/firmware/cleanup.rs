@@ -104,12 +104,13 @@ impl Cleanup {
 
     fn undone(&mut self, mut undo: Undo, result: &Result<Output, CommandError>) {
         undo.tries += 1;
-        // One that was not answered the first time has happened after all.
+        // Either a try that was not answered has happened after all, or the number that the late
+        // answer gave was never the right one: nothing else has confirmed it.
         let is_missing =
             matches!(result, Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. }));
-        if is_done(undo.destroy, result) || (is_missing && undo.tries > 1) {
+        if is_done(undo.destroy, result) {
             self.destroyed += 1;
-        } else if undo.tries < TRIES_MAX {
+        } else if undo.tries < TRIES_MAX && !is_missing {
             self.waiting.push(undo);
         } else {
             tracing::warn!(?undo, "what a late command made can't be destroyed");
