@@ -77,7 +77,13 @@ impl Driver<'_> {
             progress.throttle_percent = self.convergence.throttle_percent();
         });
         match decision {
-            policy::Decision::Switchover => self.tell(SourceEvent::Decided(Decision::Switchover)),
+            policy::Decision::Switchover => {
+                // The first rehearsal is measured behind the bulk round, when the hosts are busy
+                // and nothing is warm: what is told of the blackout comes from one like the stop.
+                let is_fresh = self.rehearsed_round == Some(round.number);
+                let next = if is_fresh { Decision::Switchover } else { Decision::RehearseAgain };
+                self.tell(SourceEvent::Decided(next));
+            }
             policy::Decision::NextRound { throttle_percent, rest } => {
                 self.vmm.set_throttle(throttle_percent);
                 let doubtful = prediction.fixed() > limit;
