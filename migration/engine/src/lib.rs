@@ -3,6 +3,8 @@
 //! A VMM implements [`SourceVmm`] and [`DestinationVmm`]; [`Migration`] moves its guest away,
 //! [`Receiver`] takes one in.
 
+use martlet_transport::chain;
+
 mod accelerator;
 mod destination;
 mod host;
@@ -21,15 +23,3 @@ pub use vmm::{
     DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, Paused, Rehearsal, RunState,
     SourceVmm, VmmError,
 };
-
-/// An error and its causes as one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}

@@ -31,3 +31,15 @@ pub use rdma_link::{
 };
 pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
 pub use wake::Wake;
+
+/// An error and its causes as one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}

@@ -1,13 +1,14 @@
 //! The VMM's own access to guest memory.
 #![allow(unsafe_code)]
 // UNSAFETY: guest memory is a raw pointer, because the guest may write it at any moment; the two
-// copies in here, and what devices are given, are bounded by the region that the pointer came from.
+// copies in here are bounded by the region that the pointer came from.
 
 use martlet_bitmap::WORD_BITS;
-use martlet_ram::{GuestRam, RamBitmap};
+use martlet_ram::{GuestRam, RamBitmap, RegionIndex};
 use martlet_units::{Gfn, Gpa, PAGE_SIZE};
-use martlet_vdpa::{Access, HostMemory, Iova, MapRun};
-use std::any::Any;
+#[cfg(test)]
+use martlet_vdpa::HostMemory;
+use martlet_vdpa::{Access, Iova, MapRun};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -69,15 +70,14 @@ impl GuestMemory {
 
     /// The map of a device that reaches all guest memory by the guest's own addresses.
     pub(crate) fn device_map(&self) -> Vec<MapRun> {
-        let run = |region: &martlet_ram::RamRegion| {
-            let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&self.ram) as _;
-            let address = region.host_ptr(0).expose_provenance() as u64;
-            // SAFETY: the region's mapping has this length, and its memory is the owner's.
-            let memory = unsafe { HostMemory::new(address, region.len_bytes(), owner) };
-            let iova = Iova(region.range().start().0 * PAGE_SIZE);
-            MapRun { iova, memory, access: Access::ReadWrite }
-        };
-        self.ram.regions().iter().map(run).collect()
+        let regions = (0..).map(RegionIndex).zip(self.ram.regions());
+        regions
+            .map(|(index, region)| MapRun {
+                iova: Iova(region.range().start().0 * PAGE_SIZE),
+                memory: self.ram.host_memory(index),
+                access: Access::ReadWrite,
+            })
+            .collect()
     }
 
     /// Remembers that pages were written by somebody else: bit `b` of `word` is page `first + b`.

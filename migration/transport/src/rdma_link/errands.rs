@@ -122,7 +122,7 @@ fn perform<F: Fabric>(
                 // What can't be populated is faulted in by the registration, or fails there.
                 let _ = region.populate(pages);
             }
-            let result = fabric.register(&memory, access).map_err(|error| super::chain(&error));
+            let result = fabric.register(&memory, access).map_err(|error| crate::chain(&error));
             let keys = result.map(|region| {
                 let keys = Keys {
                     local: region.local_key(),

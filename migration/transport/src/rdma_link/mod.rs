@@ -26,15 +26,3 @@ mod sender;
 pub use provider::{ParseProviderError, Provider, RdmaAccept, RdmaOptions};
 pub use receiver::{RdmaReceiver, Received};
 pub use sender::{RdmaSender, Sent};
-
-/// An error and its causes as one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}

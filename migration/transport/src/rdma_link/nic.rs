@@ -77,7 +77,7 @@ pub(super) fn open_towards(
 ) -> Result<Box<dyn Nic>, String> {
     match provider {
         WireProvider::IBV => {
-            let fabric = Ibv::open(&Select::Route(to)).map_err(|error| super::chain(&error))?;
+            let fabric = Ibv::open(&Select::Route(to)).map_err(|error| crate::chain(&error))?;
             Over::open(fabric, true, ram)
         }
         WireProvider::SOFT => Over::open(Soft::new(), false, ram),
@@ -91,7 +91,7 @@ pub(super) fn open_at(
     at: SocketAddr,
     ram: &Arc<GuestRam>,
 ) -> Result<(Box<dyn Nic>, WireProvider), String> {
-    let ibv = || Ibv::open(&Select::Local(at.ip())).map_err(|error| super::chain(&error));
+    let ibv = || Ibv::open(&Select::Local(at.ip())).map_err(|error| crate::chain(&error));
     let soft = || Over::open(Soft::new(), false, ram).map(|nic| (nic, WireProvider::SOFT));
     match provider {
         Provider::Ibv => Ok((Over::open(ibv()?, true, ram)?, WireProvider::IBV)),
@@ -185,11 +185,11 @@ impl<F: Fabric> Over<F> {
             let _ = request.reject(&[]);
             return Ok(());
         };
-        let error = |error| super::chain(&error);
+        let error = |error| crate::chain(&error);
         let setup = self.setup();
         let mut pair = request.accept(&setup, &[], CONNECT_MAX).map_err(error)?;
         let ids: Vec<WorkId> = (0..u64::from(MARKER_RECEIVES)).map(WorkId).collect();
-        pair.post_receives(&ids).map_err(|error| super::chain(&error))?;
+        pair.post_receives(&ids).map_err(|error| crate::chain(&error))?;
         self.pairs[place] = Some(pair);
         Ok(())
     }
@@ -203,7 +203,7 @@ fn drain<P: QueuePair>(
 ) -> Result<(), String> {
     let mut batch = [Completion::default(); POLL_BATCH];
     loop {
-        let got = pair.poll(&mut batch).map_err(|error| super::chain(&error))?;
+        let got = pair.poll(&mut batch).map_err(|error| crate::chain(&error))?;
         into.extend(batch[..got].iter().map(|completion| (queue, *completion)));
         if got < batch.len() {
             return Ok(());
@@ -228,7 +228,7 @@ impl<F: Fabric> Nic for Over<F> {
             let limit = deadline.saturating_duration_since(Instant::now());
             let hello = QueueHello { queue, token }.to_bytes();
             let connected = self.fabric.connect(&Endpoint::Ip(to), &setup, &hello, limit);
-            let (pair, _) = connected.map_err(|error| super::chain(&error))?;
+            let (pair, _) = connected.map_err(|error| crate::chain(&error))?;
             slots = slots.min(pair.send_slots());
             self.pairs.push(Some(pair));
         }
@@ -237,7 +237,7 @@ impl<F: Fabric> Nic for Over<F> {
 
     fn listen(&mut self, at: SocketAddr) -> Result<u16, String> {
         let at = Endpoint::Ip(SocketAddr::new(at.ip(), 0));
-        let listener = self.fabric.listen(&at).map_err(|error| super::chain(&error))?;
+        let listener = self.fabric.listen(&at).map_err(|error| crate::chain(&error))?;
         let Endpoint::Ip(local) = listener.local() else {
             return Err("a listener without a port".to_owned());
         };
@@ -248,7 +248,7 @@ impl<F: Fabric> Nic for Over<F> {
     fn accept(&mut self, queues: u16, token: [u8; 16], limit: Duration) -> Result<bool, String> {
         self.pairs.resize_with(usize::from(queues), || None);
         let Some(listener) = &mut self.listener else { return Ok(true) };
-        let request = listener.accept(limit).map_err(|error| super::chain(&error))?;
+        let request = listener.accept(limit).map_err(|error| crate::chain(&error))?;
         if let Some(request) = request {
             self.admit(request, token)?;
         }
@@ -263,7 +263,7 @@ impl<F: Fabric> Nic for Over<F> {
         let mut requests = std::mem::take(&mut self.list);
         requests.clear();
         requests.extend(list.iter().map(|post| self.request(post)));
-        let posted = self.pair(queue)?.post(&requests).map_err(|error| super::chain(&error));
+        let posted = self.pair(queue)?.post(&requests).map_err(|error| crate::chain(&error));
         self.list = requests;
         posted
     }
@@ -271,7 +271,7 @@ impl<F: Fabric> Nic for Over<F> {
     fn post_receive(&mut self, queue: QueueIndex) -> Result<(), String> {
         self.next_receive += 1;
         let id = WorkId(self.next_receive);
-        self.pair(queue)?.post_receives(&[id]).map_err(|error| super::chain(&error))
+        self.pair(queue)?.post_receives(&[id]).map_err(|error| crate::chain(&error))
     }
 
     fn poll(
@@ -296,10 +296,10 @@ impl<F: Fabric> Nic for Over<F> {
         into: &mut Vec<(QueueIndex, Completion)>,
     ) -> Result<(), String> {
         let pair = self.pair(queue)?;
-        pair.arm().map_err(|error| super::chain(&error))?;
+        pair.arm().map_err(|error| crate::chain(&error))?;
         // What came before the arming is not told of.
         drain(queue, pair, into)?;
-        if into.is_empty() && pair.wait(limit).map_err(|error| super::chain(&error))? {
+        if into.is_empty() && pair.wait(limit).map_err(|error| crate::chain(&error))? {
             drain(queue, pair, into)?;
         }
         Ok(())

@@ -33,7 +33,7 @@ impl Provider {
                 any if any.is_unspecified() => Select::Any,
                 one => Select::Local(one),
             };
-            Ibv::open(&select).map_err(|error| super::chain(&error))
+            Ibv::open(&select).map_err(|error| crate::chain(&error))
         };
         match self {
             Provider::Soft => Ok((Provider::Soft, None)),

@@ -178,7 +178,7 @@ impl RdmaReceiver {
 
     fn fall_back(&mut self) -> Result<(), String> {
         let Mode::Rdma(link) = std::mem::replace(&mut self.mode, Mode::Over) else { return Ok(()) };
-        let reason = link.destination.cause().map_or_else(String::new, |cause| super::chain(cause));
+        let reason = link.destination.cause().map_or_else(String::new, |cause| crate::chain(cause));
         self.said.push_back(Received::FellBack { reason });
         let receiver = PageReceiver::new(link.messages.into_stream(), Arc::clone(&self.placer));
         self.mode = Mode::Pages(receiver.map_err(|error| format!("no pipe: {error}"))?);

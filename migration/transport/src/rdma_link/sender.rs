@@ -408,7 +408,7 @@ impl RdmaSender {
     }
 
     fn on_closed(&mut self, revoked: bool) {
-        let reason = self.source.cause().map_or_else(String::new, |cause| super::chain(cause));
+        let reason = self.source.cause().map_or_else(String::new, |cause| crate::chain(cause));
         if revoked && !self.stream_lost {
             let rounds = self.rounds_revoked;
             self.said.push_back(Sent::FellBack { reason, rounds });
