@@ -20,6 +20,6 @@ pub use report::{
 };
 pub use source::{MigrateOptions, Migration};
 pub use vmm::{
-    DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, Paused, Rehearsal, RunState,
-    SourceVmm, VmmError,
+    DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused, Rehearsal,
+    RunState, SourceVmm, VmmError,
 };

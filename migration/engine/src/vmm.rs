@@ -154,6 +154,16 @@ pub trait DestinationFactory: Send + Sync {
     ) -> Result<Arc<dyn DestinationVmm>, VmmError>;
 }
 
+/// What a state is loaded for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadFor {
+    /// The guest runs at the source and its memory still arrives: nothing that counts or acts by
+    /// itself may be set going, and nothing may be written to guest memory.
+    Rehearsal,
+    /// The guest stopped and its memory is complete: it starts from this state.
+    Start,
+}
+
 /// A machine that waits for a guest.
 ///
 /// Order of calls: any number of `load_state` (rehearsals), `arm`, the last `load_state`, `start`,
@@ -164,9 +174,9 @@ pub trait DestinationVmm: Send + Sync {
     fn ram(&self) -> Arc<GuestRam>;
 
     /// Loads a state into the waiting vCPUs and devices, all vCPUs at once. The state comes from
-    /// the peer: anything may be in it. Returns how long entering and leaving a vCPU took
-    /// afterwards, as a measure of what `start` will take.
-    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError>;
+    /// the peer: anything may be in it. Guest memory is afterwards as it was before. Returns how
+    /// long entering and leaving a vCPU took afterwards, as a measure of what `start` will take.
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError>;
 
     /// The blackout is near: the threads of the vCPUs stay awake from now on, yielding, for at
     /// most `limit`.

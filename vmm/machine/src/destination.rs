@@ -8,7 +8,7 @@ use crate::machine::{Machine, open_endpoint};
 use crate::phase::{Event, Phase};
 use crate::saved::{Description, SavedMachine};
 use crate::vcpu::lock;
-use martlet_engine::{DestinationFactory, DestinationVmm, RunState, VmmError};
+use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, RunState, VmmError};
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
 use martlet_units::{Instant, PageRange};
@@ -110,7 +110,7 @@ impl DestinationVmm for Incoming {
         Arc::clone(self.machine.memory.ram())
     }
 
-    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError> {
         const ACTION: &str = "load the machine's state";
         let machine = &*self.machine;
         let control = lock(&machine.control);
@@ -123,9 +123,10 @@ impl DestinationVmm for Incoming {
             return Err(failed(ACTION, format!("states of {comes} vCPUs for {has}")));
         }
         machine.vm.begin_load();
-        machine.group.begin_load(saved.vcpus.into_iter().map(Into::into).collect());
+        machine.group.begin_load(saved.vcpus.into_iter().map(Into::into).collect(), what_for);
         // The rest is loaded while the vCPUs load theirs; they are waited for in any case.
-        let vm = machine.vm.load(&saved.vm).map_err(|error| failed(ACTION, error.to_string()));
+        let vm =
+            machine.vm.load(&saved.vm, what_for).map_err(|error| failed(ACTION, error.to_string()));
         let serial = machine.bus.load_serial(&saved.serial).map_err(|why| failed(ACTION, why));
         let nics = machine.nics.load(saved.nics.as_deref().unwrap_or_default());
         let nics = nics.map_err(|why| failed(ACTION, why));

@@ -4,7 +4,7 @@ use super::events::Event;
 use super::intake::{Intake, Look};
 use super::shared::Shared;
 use crate::mailbox::Mailbox;
-use crate::{DestinationVmm, RunState, host};
+use crate::{DestinationVmm, LoadFor, RunState, host};
 use martlet_protocol::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
     RunPermit,
@@ -165,7 +165,10 @@ impl Attempt {
                 self.barriers = vec![None; usize::from(count)];
                 self.shared.await_channels(count, token);
             }
-            DestinationAction::LoadState { bytes, rehearsal: _ } => self.load_state(&bytes),
+            DestinationAction::LoadState { bytes, rehearsal } => {
+                let what_for = if rehearsal { LoadFor::Rehearsal } else { LoadFor::Start };
+                self.load_state(&bytes, what_for);
+            }
             DestinationAction::Arm => self.arm(),
             DestinationAction::ComputeDigest => self.digest(),
             DestinationAction::Start { permit, running } => self.start(permit, running),
@@ -245,10 +248,10 @@ impl Attempt {
         }
     }
 
-    fn load_state(&mut self, bytes: &[u8]) {
+    fn load_state(&mut self, bytes: &[u8], what_for: LoadFor) {
         let Some(vmm) = &self.vmm else { return };
         let begin = monotonic_now();
-        let loaded = vmm.load_state(bytes);
+        let loaded = vmm.load_state(bytes, what_for);
         let end = monotonic_now();
         self.loading = Some((begin, end));
         let event = match loaded {

@@ -3,8 +3,8 @@
 // UNSAFETY: the fake guest writes its memory through the region's pointers, as vCPUs do.
 
 use martlet_engine::{
-    DestinationFactory, DestinationVmm, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
-    VmmError,
+    DestinationFactory, DestinationVmm, GuestCheck, LoadFor, Paused, Rehearsal, RunState,
+    SourceVmm, VmmError,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError};
@@ -377,7 +377,7 @@ impl DestinationVmm for FakeVmm {
         Arc::clone(&self.ram)
     }
 
-    fn load_state(&self, state: &[u8]) -> Result<Duration, VmmError> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, VmmError> {
         let (counters, []) = state.as_chunks::<8>() else { return Err(error("load")) };
         let &[guest, device] = counters else { return Err(error("load")) };
         if self.fail_load.load(Ordering::SeqCst) {

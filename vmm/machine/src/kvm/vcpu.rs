@@ -15,6 +15,7 @@ use kvm_bindings::{
     KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_EXIT_SYSTEM_EVENT, KVM_SYSTEM_EVENT_RESET,
 };
 use kvm_ioctls::VcpuFd;
+use martlet_engine::LoadFor;
 use martlet_ram::GuestRam;
 use martlet_units::{Gpa, PAGE_SIZE};
 use std::sync::Arc;
@@ -251,7 +252,7 @@ impl VcpuBackend for KvmVcpu {
         Ok(encode(&state::save(&self.fd, &self.common)?))
     }
 
-    fn load(&mut self, bytes: &[u8]) -> Result<(), BackendError> {
+    fn load(&mut self, bytes: &[u8], _: LoadFor) -> Result<(), BackendError> {
         let saved: SavedVcpu = decode(bytes).map_err(BackendError::state)?;
         self.is_io_pending = false;
         // Taken out: after an error nothing is known.

@@ -16,6 +16,7 @@ use kvm_bindings::{
     KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip, kvm_pic_state, kvm_pit_state2,
 };
 use kvm_ioctls::VmFd;
+use martlet_engine::LoadFor;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use std::io;
 use std::sync::atomic::Ordering;
@@ -189,7 +190,7 @@ impl VmBackend for KvmVm {
         self.common.vm_loads.begin();
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
+    fn load(&self, state: &[u8], _: LoadFor) -> Result<(), BackendError> {
         let loaded = self.load_all(state);
         self.common.vm_loads.end();
         loaded

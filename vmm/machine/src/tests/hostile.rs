@@ -44,19 +44,20 @@ fn hostile_states_are_refused_or_loaded_but_never_break_the_machine() {
     let target = destination(&factory, &source);
     let mut chance = Chance(0x9e37_79b9_7f4a_7c15);
     let mut refused = 0;
-    for _ in 0..600 {
-        refused += u32::from(target.load_state(&chance.damage(&good)).is_err());
+    for number in 0..600 {
+        let what_for = if number % 2 == 0 { LoadFor::Rehearsal } else { LoadFor::Start };
+        refused += u32::from(target.load_state(&chance.damage(&good), what_for).is_err());
     }
     eprintln!("{refused} of 600 damaged states were refused");
     assert!(refused > 100);
     for nothing in [&[][..], &[0xff; 64], &[0x9f; 1000], &[0xbf; 1000]] {
-        let error = target.load_state(nothing).unwrap_err().to_string();
+        let error = target.load_state(nothing, LoadFor::Rehearsal).unwrap_err().to_string();
         assert!(
             error.starts_with("load the machine's state: ") && !error.contains('\n'),
             "{error}"
         );
     }
-    target.load_state(&good).expect("the machine still takes a good state");
+    target.load_state(&good, LoadFor::Rehearsal).expect("the machine still takes a good state");
 }
 
 #[test]
@@ -82,11 +83,11 @@ fn hostile_states_of_cards_are_refused_or_loaded() {
     let mut refused = 0;
     for _ in 0..300 {
         let damaged = [&good[..cards_at], &chance.damage(&good[cards_at..])].concat();
-        refused += u32::from(target.load_state(&damaged).is_err());
+        refused += u32::from(target.load_state(&damaged, LoadFor::Rehearsal).is_err());
     }
     eprintln!("{refused} of 300 damaged states were refused");
     assert!(refused > 100);
-    target.load_state(&good).expect("the cards still take a good state");
+    target.load_state(&good, LoadFor::Rehearsal).expect("the cards still take a good state");
     source.resume(paused.permit, paused.was);
 }
 
@@ -135,6 +136,6 @@ fn other_machines_are_refused_by_name() {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
     let two = other.rehearse().unwrap().state;
-    let error = target.load_state(&two).unwrap_err().to_string();
+    let error = target.load_state(&two, LoadFor::Rehearsal).unwrap_err().to_string();
     assert_eq!(error, "load the machine's state: states of 2 vCPUs for 1");
 }

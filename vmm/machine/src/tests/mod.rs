@@ -10,7 +10,7 @@ mod stopping;
 mod tracking;
 
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
-use martlet_engine::{DestinationFactory, DestinationVmm, SourceVmm};
+use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, SourceVmm};
 use martlet_units::{ByteCount, Gpa, PAGE_SIZE};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -12,7 +12,7 @@ fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
 pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine> {
     let destination = destination(factory, source);
     let rehearsal = source.rehearse().unwrap();
-    destination.load_state(&rehearsal.state).unwrap();
+    destination.load_state(&rehearsal.state, LoadFor::Rehearsal).unwrap();
     destination.arm(Duration::from_millis(100));
     source.begin_suspend();
     source.wait_suspended().unwrap();
@@ -21,7 +21,7 @@ pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine>
     let state = source.take_state().unwrap();
     let target_ram = destination.ram();
     copy_ram(source, &target_ram);
-    destination.load_state(&state).unwrap();
+    destination.load_state(&state, LoadFor::Start).unwrap();
     assert!(factory.machine().is_none());
     assert_eq!(destination.first_heartbeat(), None);
     destination.start(paused.permit, paused.was);
@@ -115,7 +115,7 @@ fn a_failed_attempt_leaves_the_source_as_it_was() {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     for _ in 0..3 {
         let abandoned = destination(&factory, &source);
-        abandoned.load_state(&source.rehearse().unwrap().state).unwrap();
+        abandoned.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
         abandoned.arm(Duration::from_secs(1));
         source.begin_pause();
         let paused = source.wait_paused().unwrap();
@@ -140,7 +140,7 @@ fn the_way_into_the_guest_is_short() {
         let factory = Factory::new(FactoryConfig::default()).unwrap();
         let destination = destination(&factory, &machine);
         let rehearsal = machine.rehearse().unwrap();
-        destination.load_state(&rehearsal.state).unwrap();
+        destination.load_state(&rehearsal.state, LoadFor::Rehearsal).unwrap();
         copy_ram(&machine, &destination.ram());
         destination.arm(Duration::from_millis(200));
         let tracker = machine.track().unwrap();
@@ -152,7 +152,7 @@ fn the_way_into_the_guest_is_short() {
         let saved = begin.elapsed();
         copy_ram(&machine, &destination.ram());
         let copied = Instant::now();
-        let entered = destination.load_state(&state).unwrap();
+        let entered = destination.load_state(&state, LoadFor::Start).unwrap();
         let loaded = copied.elapsed();
         let started_at = crate::clock::now();
         assert_eq!(paused.was, RunState::Running);

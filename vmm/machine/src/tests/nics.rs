@@ -120,7 +120,7 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     let factory = factory(&there);
     let target = destination(&factory, &source);
     for _ in 0..3 {
-        target.load_state(&source.rehearse().unwrap().state).unwrap();
+        target.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
     }
     for card in &there {
         let calls = card.take_calls();
@@ -133,7 +133,7 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     source.begin_pause();
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
-    target.load_state(&source.take_state().unwrap()).unwrap();
+    target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
     target.start(paused.permit, paused.was);
     assert_eq!(target.first_frames(), [None, None]);
     target.resume_devices().unwrap();
@@ -165,13 +165,13 @@ fn an_abandoned_attempt_leaves_frames_flowing_and_devices_as_new() {
     let factory = factory(&there);
     for _ in 0..3 {
         let target = destination(&factory, &source);
-        target.load_state(&source.rehearse().unwrap().state).unwrap();
+        target.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
         let tracker = source.track().unwrap();
         source.begin_suspend();
         source.wait_suspended().unwrap();
         source.begin_pause();
         let paused = source.wait_paused().unwrap();
-        target.load_state(&source.take_state().unwrap()).unwrap();
+        target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
         drop(target);
         source.resume(paused.permit, paused.was);
         drop(tracker);
@@ -221,7 +221,7 @@ fn a_device_that_does_not_go_on_is_told_and_the_guest_runs() {
     source.begin_pause();
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
-    target.load_state(&source.take_state().unwrap()).unwrap();
+    target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
     target.start(paused.permit, paused.was);
     let error = target.resume_devices().unwrap_err().to_string();
     let expected = "resume the devices: network card 1: cannot resume queue 3: told to fail";

@@ -26,6 +26,7 @@ use crate::Accel;
 use crate::dirty::pagemap::PagemapTracker;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend, VmBackend};
 use description::Description;
+use martlet_engine::LoadFor;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::PageRange;
 use std::sync::Arc;
@@ -105,7 +106,7 @@ impl VmBackend for ThreadVm {
         Ok(Vec::new())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
+    fn load(&self, state: &[u8], _: LoadFor) -> Result<(), BackendError> {
         if state.is_empty() {
             return Ok(());
         }

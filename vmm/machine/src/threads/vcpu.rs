@@ -9,6 +9,7 @@ use super::signals::{Left, Passage, kick_thread};
 use crate::devices::virtio::{MMIO_END, MMIO_START};
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
 use crate::vcpu::lock;
+use martlet_engine::LoadFor;
 use martlet_ram::GuestRam;
 use martlet_units::{Gpa, PAGE_SIZE};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -238,7 +239,7 @@ impl VcpuBackend for ThreadVcpu {
         Ok(SavedVcpu::take(&mut self.passage).to_bytes())
     }
 
-    fn load(&mut self, state: &[u8]) -> Result<(), BackendError> {
+    fn load(&mut self, state: &[u8], _: LoadFor) -> Result<(), BackendError> {
         self.check_attached()?;
         SavedVcpu::from_bytes(state)?.give(&mut self.passage, &self.ram, self.base)?;
         self.reading = None;

@@ -7,6 +7,7 @@
 //! the only one to touch it; everybody else has its [`Kicker`].
 
 use crate::Accel;
+use martlet_engine::LoadFor;
 use martlet_ram::{DirtySource, TrackError};
 use std::io;
 use std::sync::Arc;
@@ -139,7 +140,7 @@ pub(crate) trait VcpuBackend: Send {
 
     /// Loads what `save` gave, perhaps in another process. The bytes are hostile. Must be
     /// repeatable: rehearsals load older states into the same vCPU.
-    fn load(&mut self, state: &[u8]) -> Result<(), BackendError>;
+    fn load(&mut self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError>;
 
     /// Goes the way into the guest and back without executing an instruction of it, so that the
     /// next `run` finds everything warm, and says how long that took. Called after each `load`.
@@ -184,7 +185,7 @@ pub(crate) trait VmBackend: Send + Sync {
     fn begin_load(&self) {}
 
     /// Loads what `save` gave; hostile, repeatable. After `begin_load`.
-    fn load(&self, state: &[u8]) -> Result<(), BackendError>;
+    fn load(&self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError>;
 
     /// Raises an edge on an interrupt line; nothing where there are no interrupts.
     fn pulse_irq(&self, line: u32);

@@ -11,6 +11,7 @@ use super::thread::{THROTTLE_RUN, VcpuThread};
 use crate::EndCause;
 use crate::clock;
 use crate::devices::Bus;
+use martlet_engine::LoadFor;
 use martlet_protocol::RunPermit;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -159,11 +160,11 @@ impl Group {
     }
 
     /// Tells all vCPUs to load, each its state; waits for nothing. Only while none runs.
-    pub(crate) fn begin_load(&self, states: Vec<Vec<u8>>) {
+    pub(crate) fn begin_load(&self, states: Vec<Vec<u8>>, what_for: LoadFor) {
         assert_eq!(states.len(), self.len(), "one state for each vCPU");
         assert!(lock(&self.permit).is_none(), "vCPUs are loaded while they may not run");
         for (seat, state) in self.shared.seats.iter().zip(states) {
-            lock(&seat.exchange).input = state;
+            lock(&seat.exchange).input = Some((state, what_for));
         }
         self.shared.done.start(self.threads());
         self.shared.orders.give(Task::Load, Then::Stay);

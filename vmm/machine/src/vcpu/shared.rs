@@ -5,6 +5,7 @@ use super::countdown::Countdown;
 use super::orders::Orders;
 use crate::EndCause;
 use crate::devices::Bus;
+use martlet_engine::LoadFor;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -38,7 +39,7 @@ pub(crate) struct Seat {
 #[derive(Default)]
 pub(crate) struct Exchange {
     /// To be loaded.
-    pub(crate) input: Vec<u8>,
+    pub(crate) input: Option<(Vec<u8>, LoadFor)>,
     /// What saving gave.
     pub(crate) saved: Option<Result<Vec<u8>, BackendError>>,
     /// What loading gave: how long entering and leaving took.

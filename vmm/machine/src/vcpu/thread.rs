@@ -6,6 +6,7 @@ use super::shared::{Exchange, Shared, lock};
 use crate::EndCause;
 use crate::clock;
 use crate::devices::Effect;
+use martlet_engine::LoadFor;
 use martlet_units::Instant;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -116,15 +117,16 @@ impl VcpuThread {
     }
 
     fn load(&mut self) {
-        let mut input = Vec::new();
-        self.exchange(|exchange| std::mem::swap(&mut input, &mut exchange.input));
-        let loaded = self.load_and_try(&input);
+        let mut input = None;
+        self.exchange(|exchange| input = exchange.input.take());
+        let (state, what_for) = input.expect("a state lies there before the order to load it");
+        let loaded = self.load_and_try(&state, what_for);
         self.exchange(|exchange| exchange.loaded = Some(loaded));
         self.shared.done.arrive();
     }
 
-    fn load_and_try(&mut self, input: &[u8]) -> Result<Duration, BackendError> {
-        self.backend.load(input)?;
+    fn load_and_try(&mut self, state: &[u8], what_for: LoadFor) -> Result<Duration, BackendError> {
+        self.backend.load(state, what_for)?;
         self.backend.enter_and_leave()
     }
 
