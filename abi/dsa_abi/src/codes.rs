@@ -48,36 +48,8 @@ open_codes! { Opcode {
     BATCH = 0x01, "batch";
     /// Completes after everything that this process submitted to the work queue before.
     DRAIN = 0x02, "drain";
-    /// Copies memory.
-    MEMMOVE = 0x03, "memory move";
-    /// Fills memory with a pattern of 8 bytes.
-    MEMFILL = 0x04, "fill";
-    /// Compares two pieces of memory.
-    COMPARE = 0x05, "compare";
     /// Compares memory with a pattern of 8 bytes.
     COMPVAL = 0x06, "compare pattern";
-    /// Records how two pieces of memory differ.
-    CREATE_DELTA = 0x07, "create delta record";
-    /// Changes memory by such a record.
-    APPLY_DELTA = 0x08, "apply delta record";
-    /// Copies memory to two places.
-    DUALCAST = 0x09, "copy with dualcast";
-    /// Fetches address translations (version 2).
-    TRANSLATION_FETCH = 0x0a, "translation fetch";
-    /// Computes a CRC-32C.
-    CRC = 0x10, "CRC generation";
-    /// Copies memory and computes the CRC-32C of what was copied.
-    COPY_CRC = 0x11, "copy with CRC generation";
-    /// Checks data integrity fields.
-    DIF_CHECK = 0x12, "DIF check";
-    /// Inserts data integrity fields.
-    DIF_INSERT = 0x13, "DIF insert";
-    /// Strips data integrity fields.
-    DIF_STRIP = 0x14, "DIF strip";
-    /// Replaces data integrity fields.
-    DIF_UPDATE = 0x15, "DIF update";
-    /// Flushes memory from the caches.
-    CACHE_FLUSH = 0x20, "cache flush";
 } }
 
 /// How an operation ended (byte 0 of a completion record, without [`Status::WRITE_FAULT`]).

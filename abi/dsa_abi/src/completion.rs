@@ -1,6 +1,6 @@
 //! The completion record.
 
-use crate::{DeltaResult, Status};
+use crate::Status;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -79,32 +79,11 @@ impl CompletionRecord {
         self
     }
 
-    /// Sets the CRC-32C.
-    pub fn with_crc(mut self, crc: u32) -> CompletionRecord {
-        self.set_word(0, crc);
-        self
-    }
-
-    /// Sets the length of a delta record.
-    pub fn with_delta_bytes(mut self, bytes: u32) -> CompletionRecord {
-        self.set_word(0, bytes);
-        self
-    }
-
     /// Sets the flags that are invalid.
     pub fn with_invalid_flags(mut self, flags: u32) -> CompletionRecord {
-        self.set_word(0, flags & 0x00ff_ffff);
-        self
-    }
-
-    fn set_word(&mut self, word: usize, value: u32) {
-        let bytes = self.specific.iter_mut().skip(word * 4).zip(value.to_le_bytes());
+        let bytes = self.specific.iter_mut().zip((flags & 0x00ff_ffff).to_le_bytes());
         bytes.for_each(|(to, from)| *to = from);
-    }
-
-    fn word(&self) -> u32 {
-        let [a, b, c, d, ..] = self.specific;
-        u32::from_le_bytes([a, b, c, d])
+        self
     }
 
     /// The status code, without the write bit.
@@ -133,24 +112,9 @@ impl CompletionRecord {
         self.fault_address.get()
     }
 
-    /// The CRC-32C, after [`CRC`](crate::Opcode::CRC) and [`COPY_CRC`](crate::Opcode::COPY_CRC). The
-    /// field has 64 bits; the upper ones are zero for a 32-bit CRC.
-    pub fn crc(&self) -> u32 {
-        self.word()
-    }
-
-    /// Bytes of the delta record, after [`CREATE_DELTA`](crate::Opcode::CREATE_DELTA).
-    pub fn delta_bytes(&self) -> u32 {
-        self.word()
-    }
-
-    /// What creating a delta record found.
-    pub fn delta_result(&self) -> DeltaResult {
-        DeltaResult(self.result)
-    }
-
     /// Which flags are invalid, after [`INVALID_FLAGS`](Status::INVALID_FLAGS).
     pub fn invalid_flags(&self) -> u32 {
-        self.word() & 0x00ff_ffff
+        let [a, b, c, ..] = self.specific;
+        u32::from_le_bytes([a, b, c, 0])
     }
 }

@@ -19,8 +19,8 @@ const WATCHED: Flags = Flags::COMPLETION_VALID.union(Flags::REQUEST_COMPLETION);
 ///      0     4  PASID (20 bits), reserved (11), privileged (1)
 ///      4     4  flags (24 bits), operation (8)
 ///      8     8  completion record address
-///     16     8  source | fill pattern | descriptor list | delta record to apply
-///     24     8  destination | second source | pattern to compare with
+///     16     8  source | descriptor list
+///     24     8  pattern to compare with
 ///     32     4  transfer size in bytes | number of descriptors
 ///     36     2  interrupt handle
 ///     38     2  reserved
@@ -47,7 +47,7 @@ pub struct Descriptor {
     flags_opcode: U32,
     completion: U64,
     source: U64,
-    destination: U64,
+    pattern: U64,
     size: U32,
     interrupt_handle: U16,
     reserved: U16,
@@ -56,17 +56,8 @@ pub struct Descriptor {
 
 const _: () = assert!(size_of::<Descriptor>() == DESCRIPTOR_BYTES);
 
-/// Offsets in the part that depends on the operation.
-mod specific {
-    pub(super) const EXPECTED_RESULT: usize = 0;
-    pub(super) const DELTA_ADDRESS: usize = 0;
-    pub(super) const DELTA_BYTES_MAX: usize = 8;
-    pub(super) const EXPECTED_RESULT_MASK: usize = 16;
-    pub(super) const DELTA_RECORD_BYTES: usize = 0;
-    pub(super) const SECOND_DESTINATION: usize = 0;
-    pub(super) const CRC_SEED: usize = 0;
-    pub(super) const CRC_SEED_ADDRESS: usize = 8;
-}
+/// Where the part that depends on the operation has the result that a comparison expects.
+const EXPECTED_RESULT: usize = 0;
 
 impl Descriptor {
     /// An operation without addresses that writes its completion record at `completion` (a multiple
@@ -97,90 +88,8 @@ impl Descriptor {
     pub fn compare_pattern(source: u64, pattern: u64, bytes: u32, completion: u64) -> Descriptor {
         Descriptor::new(Opcode::COMPVAL, completion)
             .with_source(source)
-            .with_destination(pattern)
+            .with_pattern(pattern)
             .with_size(bytes)
-    }
-
-    /// Compares `bytes` bytes at two places.
-    pub fn compare(source: u64, other: u64, bytes: u32, completion: u64) -> Descriptor {
-        Descriptor::new(Opcode::COMPARE, completion)
-            .with_source(source)
-            .with_destination(other)
-            .with_size(bytes)
-    }
-
-    /// Copies `bytes` bytes.
-    pub fn copy(source: u64, destination: u64, bytes: u32, completion: u64) -> Descriptor {
-        Descriptor::new(Opcode::MEMMOVE, completion)
-            .with_source(source)
-            .with_destination(destination)
-            .with_size(bytes)
-    }
-
-    /// Fills `bytes` bytes at `destination` with a pattern repeated.
-    pub fn fill(destination: u64, pattern: u64, bytes: u32, completion: u64) -> Descriptor {
-        Descriptor::new(Opcode::MEMFILL, completion)
-            .with_source(pattern)
-            .with_destination(destination)
-            .with_size(bytes)
-    }
-
-    /// Computes the CRC-32C of `bytes` bytes, going on from `seed`. Zero is the seed of a new
-    /// checksum; the result is the CRC-32/ISCSI of RFC 3720, and the seed of what follows.
-    pub fn crc(source: u64, bytes: u32, seed: u32, completion: u64) -> Descriptor {
-        Descriptor::new(Opcode::CRC, completion)
-            .with_source(source)
-            .with_size(bytes)
-            .with_specific(specific::CRC_SEED, &seed.to_le_bytes())
-    }
-
-    /// Copies `bytes` bytes and computes their CRC-32C, as [`Descriptor::crc`] does.
-    pub fn copy_crc(
-        source: u64,
-        destination: u64,
-        bytes: u32,
-        seed: u32,
-        completion: u64,
-    ) -> Descriptor {
-        Descriptor::new(Opcode::COPY_CRC, completion)
-            .with_source(source)
-            .with_destination(destination)
-            .with_size(bytes)
-            .with_specific(specific::CRC_SEED, &seed.to_le_bytes())
-    }
-
-    /// Records at `record` how the `bytes` bytes at `changed` differ from those at `original`, in at
-    /// most `record_bytes_max` bytes. Addresses and `bytes` are multiples of 8.
-    pub fn create_delta(
-        original: u64,
-        changed: u64,
-        bytes: u32,
-        record: u64,
-        record_bytes_max: u32,
-        completion: u64,
-    ) -> Descriptor {
-        Descriptor::new(Opcode::CREATE_DELTA, completion)
-            .with_source(original)
-            .with_destination(changed)
-            .with_size(bytes)
-            .with_specific(specific::DELTA_ADDRESS, &record.to_le_bytes())
-            .with_specific(specific::DELTA_BYTES_MAX, &record_bytes_max.to_le_bytes())
-    }
-
-    /// Changes the `bytes` bytes at `destination` by the `record_bytes` bytes of delta record at
-    /// `record`.
-    pub fn apply_delta(
-        record: u64,
-        record_bytes: u32,
-        destination: u64,
-        bytes: u32,
-        completion: u64,
-    ) -> Descriptor {
-        Descriptor::new(Opcode::APPLY_DELTA, completion)
-            .with_source(record)
-            .with_destination(destination)
-            .with_size(bytes)
-            .with_specific(specific::DELTA_RECORD_BYTES, &record_bytes.to_le_bytes())
     }
 
     /// The descriptor in memory or as it was submitted.
@@ -202,8 +111,9 @@ impl Descriptor {
     /// The same with its result checked: another one than `expected` ends it with
     /// [`crate::Status::SUCCESS_FALSE_PREDICATE`].
     pub fn with_expected_result(self, expected: u8) -> Descriptor {
-        self.with_flags(self.flags() | Flags::CHECK_RESULT)
-            .with_specific(specific::EXPECTED_RESULT, &[expected])
+        let mut checked = self.with_flags(self.flags() | Flags::CHECK_RESULT);
+        checked.specific[EXPECTED_RESULT] = expected;
+        checked
     }
 
     fn with_source(mut self, source: u64) -> Descriptor {
@@ -211,8 +121,8 @@ impl Descriptor {
         self
     }
 
-    fn with_destination(mut self, destination: u64) -> Descriptor {
-        self.destination = destination.into();
+    fn with_pattern(mut self, pattern: u64) -> Descriptor {
+        self.pattern = pattern.into();
         self
     }
 
@@ -221,21 +131,8 @@ impl Descriptor {
         self
     }
 
-    fn with_specific(mut self, offset: usize, bytes: &[u8]) -> Descriptor {
-        let places = self.specific.iter_mut().skip(offset).zip(bytes);
-        places.for_each(|(to, from)| *to = *from);
-        self
-    }
-
     fn set_code(&mut self, flags: Flags, opcode: Opcode) {
         self.flags_opcode = (flags.bits() | u32::from(opcode.0) << 24).into();
-    }
-
-    fn specific<const N: usize>(&self, offset: usize) -> [u8; N] {
-        let mut bytes = [0; N];
-        let places = bytes.iter_mut().zip(self.specific.iter().skip(offset));
-        places.for_each(|(to, from)| *to = *from);
-        bytes
     }
 
     /// The address space of the process that submitted it.
@@ -264,14 +161,14 @@ impl Descriptor {
         self.completion.get()
     }
 
-    /// Source; the pattern of a fill; the list of a batch; the record of an apply.
+    /// Where the compared bytes are; the list of a batch.
     pub fn source(&self) -> u64 {
         self.source.get()
     }
 
-    /// Destination; the second source of a comparison and of a delta; the pattern compared with.
-    pub fn destination(&self) -> u64 {
-        self.destination.get()
+    /// The pattern compared with.
+    pub fn pattern(&self) -> u64 {
+        self.pattern.get()
     }
 
     /// Transfer size in bytes; of a batch the number of descriptors.
@@ -284,46 +181,9 @@ impl Descriptor {
         self.interrupt_handle.get()
     }
 
-    /// The result that [`Flags::CHECK_RESULT`] expects of a comparison.
+    /// The result that [`Flags::CHECK_RESULT`] expects.
     pub fn expected_result(&self) -> u8 {
-        let [result] = self.specific(specific::EXPECTED_RESULT);
-        result
-    }
-
-    /// Which results [`Flags::CHECK_RESULT`] expects of creating a delta, as a mask by number.
-    pub fn expected_result_mask(&self) -> u8 {
-        let [mask] = self.specific(specific::EXPECTED_RESULT_MASK);
-        mask
-    }
-
-    /// Where a delta record is created.
-    pub fn delta_address(&self) -> u64 {
-        u64::from_le_bytes(self.specific(specific::DELTA_ADDRESS))
-    }
-
-    /// How long the created delta record may be.
-    pub fn delta_bytes_max(&self) -> u32 {
-        u32::from_le_bytes(self.specific(specific::DELTA_BYTES_MAX))
-    }
-
-    /// How long the applied delta record is.
-    pub fn delta_record_bytes(&self) -> u32 {
-        u32::from_le_bytes(self.specific(specific::DELTA_RECORD_BYTES))
-    }
-
-    /// The second destination of a dualcast.
-    pub fn second_destination(&self) -> u64 {
-        u64::from_le_bytes(self.specific(specific::SECOND_DESTINATION))
-    }
-
-    /// What a CRC goes on from.
-    pub fn crc_seed(&self) -> u32 {
-        u32::from_le_bytes(self.specific(specific::CRC_SEED))
-    }
-
-    /// Where that is read from, with [`Flags::CRC_READ_SEED`].
-    pub fn crc_seed_address(&self) -> u64 {
-        u64::from_le_bytes(self.specific(specific::CRC_SEED_ADDRESS))
+        self.specific[EXPECTED_RESULT]
     }
 
     /// The 24 bytes that depend on the operation.

@@ -25,29 +25,10 @@ impl Flags {
     /// A result other than the expected one gives
     /// [`SUCCESS_FALSE_PREDICATE`](crate::Status::SUCCESS_FALSE_PREDICATE).
     pub const CHECK_RESULT: Flags = Flags(0x80);
-    /// Writes go to the cache, not to memory.
-    pub const CACHE_CONTROL: Flags = Flags(0x100);
     /// Traffic class of address 1 (source).
     pub const ADDRESS1_CLASS: Flags = Flags(0x200);
-    /// Traffic class of address 2 (destination, second source).
-    pub const ADDRESS2_CLASS: Flags = Flags(0x400);
-    /// Traffic class of address 3 (delta record, second destination).
-    pub const ADDRESS3_CLASS: Flags = Flags(0x800);
     /// Traffic class of the completion record.
     pub const COMPLETION_CLASS: Flags = Flags(0x1000);
-    /// Destination writes are strictly ordered.
-    pub const STRICT_ORDER: Flags = Flags(0x2000);
-    /// Reads the destination back before completion.
-    pub const DESTINATION_READBACK: Flags = Flags(0x4000);
-    /// The destination is durable memory.
-    pub const DURABLE: Flags = Flags(0x8000);
-    /// CRC: the seed is read from the seed address.
-    pub const CRC_READ_SEED: Flags = Flags(1 << 16);
-    /// CRC: does not reflect the CRC's bits.
-    pub const CRC_BYPASS_REFLECTION: Flags = Flags(1 << 17);
-    /// CRC: does not reflect the data's bits.
-    pub const CRC_BYPASS_DATA_REFLECTION: Flags = Flags(1 << 18);
-
     const MASK: u32 = 0x00ff_ffff;
 
     /// The low 24 bits of `bits`.

@@ -1,5 +1,6 @@
-//! Intel Data Streaming Accelerator: the layouts of descriptors, completion records, delta records
-//! and capability registers, byte for byte. No behaviour, no I/O.
+//! Intel Data Streaming Accelerator: the layouts of descriptors, completion records and
+//! capability registers, byte for byte. No behaviour, no I/O. Of the operations
+//! it has those that check memory; copies, fills, deltas and checksums are left out.
 //!
 //! Sources: the Intel Data Streaming Accelerator Architecture Specification (341204), cited here as
 //! "DSA specification", and Linux's `include/uapi/linux/idxd.h`, against which a compiled probe
@@ -12,17 +13,12 @@
 mod capability;
 mod codes;
 mod completion;
-mod delta;
 mod descriptor;
 mod flags;
 
 pub use capability::{GeneralCapability, OperationCapability, Version, WqCapability};
 pub use codes::{Opcode, Status};
 pub use completion::{COMPLETION_BYTES, CompletionRecord};
-pub use delta::{
-    DELTA_ENTRY_BYTES, DELTA_INPUT_BYTES_MAX, DELTA_RECORD_BYTES_MIN, DELTA_WORD_BYTES, DeltaEntry,
-    DeltaResult,
-};
 pub use descriptor::{DESCRIPTOR_BYTES, Descriptor, INTERRUPT_HANDLE_NONE};
 pub use flags::Flags;
 

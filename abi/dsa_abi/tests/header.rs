@@ -12,23 +12,13 @@ const DESCRIPTOR_FIELDS: &[(&str, usize, usize)] = &[
     // Name in the header, offset and size as this crate lays it out (bit fields have no offset).
     ("completion_addr", 8, 8),
     ("src_addr", 16, 8),
-    ("pattern", 16, 8),
     ("desc_list_addr", 16, 8),
-    ("dst_addr", 24, 8),
-    ("src2_addr", 24, 8),
     ("comp_pattern", 24, 8),
     ("xfer_size", 32, 4),
     ("desc_count", 32, 4),
     ("int_handle", 36, 2),
     ("rsvd1", 38, 2),
     ("expected_res", 40, 1),
-    ("delta_addr", 40, 8),
-    ("max_delta_size", 48, 4),
-    ("expected_res_mask", 56, 1),
-    ("delta_rec_size", 40, 4),
-    ("dest2", 40, 8),
-    ("crc_seed", 40, 4),
-    ("seed_addr", 48, 8),
     ("op_specific", 40, 24),
 ];
 
@@ -38,8 +28,6 @@ const RECORD_FIELDS: &[(&str, usize, usize)] = &[
     ("rsvd", 2, 2),
     ("bytes_completed", 4, 4),
     ("fault_addr", 8, 8),
-    ("delta_rec_size", 16, 4),
-    ("crc_val", 16, 8),
     ("op_specific", 16, 16),
 ];
 
@@ -47,20 +35,7 @@ const OPCODES: &[(&str, Opcode)] = &[
     ("DSA_OPCODE_NOOP", Opcode::NOOP),
     ("DSA_OPCODE_BATCH", Opcode::BATCH),
     ("DSA_OPCODE_DRAIN", Opcode::DRAIN),
-    ("DSA_OPCODE_MEMMOVE", Opcode::MEMMOVE),
-    ("DSA_OPCODE_MEMFILL", Opcode::MEMFILL),
-    ("DSA_OPCODE_COMPARE", Opcode::COMPARE),
     ("DSA_OPCODE_COMPVAL", Opcode::COMPVAL),
-    ("DSA_OPCODE_CR_DELTA", Opcode::CREATE_DELTA),
-    ("DSA_OPCODE_AP_DELTA", Opcode::APPLY_DELTA),
-    ("DSA_OPCODE_DUALCAST", Opcode::DUALCAST),
-    ("DSA_OPCODE_CRCGEN", Opcode::CRC),
-    ("DSA_OPCODE_COPY_CRC", Opcode::COPY_CRC),
-    ("DSA_OPCODE_DIF_CHECK", Opcode::DIF_CHECK),
-    ("DSA_OPCODE_DIF_INS", Opcode::DIF_INSERT),
-    ("DSA_OPCODE_DIF_STRP", Opcode::DIF_STRIP),
-    ("DSA_OPCODE_DIF_UPDT", Opcode::DIF_UPDATE),
-    ("DSA_OPCODE_CFLUSH", Opcode::CACHE_FLUSH),
 ];
 
 const STATUSES: &[(&str, Status)] = &[
@@ -105,14 +80,8 @@ const FLAGS: &[(&str, Flags)] = &[
     ("IDXD_OP_FLAG_RCI", Flags::INTERRUPT),
     ("IDXD_OP_FLAG_CRSTS", Flags::COMPLETION_STEERING),
     ("IDXD_OP_FLAG_CR", Flags::CHECK_RESULT),
-    ("IDXD_OP_FLAG_CC", Flags::CACHE_CONTROL),
     ("IDXD_OP_FLAG_ADDR1_TCS", Flags::ADDRESS1_CLASS),
-    ("IDXD_OP_FLAG_ADDR2_TCS", Flags::ADDRESS2_CLASS),
-    ("IDXD_OP_FLAG_ADDR3_TCS", Flags::ADDRESS3_CLASS),
     ("IDXD_OP_FLAG_CR_TCS", Flags::COMPLETION_CLASS),
-    ("IDXD_OP_FLAG_STORD", Flags::STRICT_ORDER),
-    ("IDXD_OP_FLAG_DRDBK", Flags::DESTINATION_READBACK),
-    ("IDXD_OP_FLAG_DSTS", Flags::DURABLE),
 ];
 
 /// The C program: a line for each field and each code, and a descriptor filled by the header's own

@@ -2,12 +2,8 @@
 //! none of them came out of this crate's encoders. `tests/header.rs` compares with the kernel's
 //! header the fields that these vectors fill.
 
-use martlet_dsa_abi::{
-    CompletionRecord, DeltaEntry, DeltaResult, Descriptor, Flags, Opcode, OperationCapability,
-    Status,
-};
+use martlet_dsa_abi::{CompletionRecord, Descriptor, Flags, Opcode, OperationCapability, Status};
 use proptest::prelude::*;
-use zerocopy::FromBytes;
 
 const COMPLETION: u64 = 0x0000_7fff_1234_5660;
 const SOURCE: u64 = 0x0000_7f00_0abc_d000;
@@ -46,77 +42,6 @@ fn batch() {
 }
 
 #[test]
-fn create_delta() {
-    let bytes = [
-        0, 0, 0, 0, 0x0c, 0, 0, 0x07, //
-        0x60, 0x56, 0x34, 0x12, 0xff, 0x7f, 0, 0, // completion record
-        0x00, 0xd0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // original
-        0x00, 0xe0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // changed
-        0x00, 0x10, 0, 0, // 4096 bytes
-        0, 0, 0, 0, //
-        0x00, 0xf0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // record
-        0xa0, 0x0f, 0, 0, 0, 0, 0, 0, // 4000 bytes at most; reserved
-        0, 0, 0, 0, 0, 0, 0, 0, // expected result mask; reserved
-    ];
-    let descriptor =
-        Descriptor::create_delta(SOURCE, SOURCE + 0x1000, 4096, SOURCE + 0x2000, 4000, COMPLETION);
-    assert_eq!(descriptor.to_bytes(), bytes);
-    assert_eq!(descriptor.delta_address(), SOURCE + 0x2000);
-    assert_eq!(descriptor.delta_bytes_max(), 4000);
-    assert_eq!(descriptor.expected_result_mask(), 0);
-}
-
-#[test]
-fn apply_delta() {
-    let bytes = [
-        0, 0, 0, 0, 0x0c, 0, 0, 0x08, //
-        0x60, 0x56, 0x34, 0x12, 0xff, 0x7f, 0, 0, // completion record
-        0x00, 0xf0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // record
-        0x00, 0xd0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // destination
-        0x00, 0x10, 0, 0, // 4096 bytes
-        0, 0, 0, 0, //
-        0x1e, 0, 0, 0, // a record of 30 bytes
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-    ];
-    let descriptor = Descriptor::apply_delta(SOURCE + 0x2000, 30, SOURCE, 4096, COMPLETION);
-    assert_eq!(descriptor.to_bytes(), bytes);
-    assert_eq!(descriptor.delta_record_bytes(), 30);
-}
-
-#[test]
-fn copy_with_crc() {
-    let bytes = [
-        0, 0, 0, 0, 0x0c, 0, 0, 0x11, //
-        0x60, 0x56, 0x34, 0x12, 0xff, 0x7f, 0, 0, // completion record
-        0x00, 0xd0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // source
-        0x00, 0xe0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // destination
-        0x00, 0x20, 0, 0, // 8192 bytes
-        0, 0, 0, 0, //
-        0x78, 0x56, 0x34, 0x12, 0, 0, 0, 0, // seed; reserved
-        0, 0, 0, 0, 0, 0, 0, 0, // seed address, unused
-        0, 0, 0, 0, 0, 0, 0, 0,
-    ];
-    let descriptor = Descriptor::copy_crc(SOURCE, SOURCE + 0x1000, 8192, 0x1234_5678, COMPLETION);
-    assert_eq!(descriptor.to_bytes(), bytes);
-    assert_eq!(descriptor.crc_seed(), 0x1234_5678);
-}
-
-#[test]
-fn fill() {
-    let bytes = [
-        0, 0, 0, 0, 0x0c, 0, 0, 0x04, //
-        0x60, 0x56, 0x34, 0x12, 0xff, 0x7f, 0, 0, // completion record
-        0xef, 0xcd, 0xab, 0x89, 0x67, 0x45, 0x23, 0x01, // pattern
-        0x00, 0xd0, 0xbc, 0x0a, 0x00, 0x7f, 0, 0, // destination
-        0x00, 0x00, 0x20, 0, // 2 MiB
-        0, 0, 0, 0, //
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-    ];
-    let descriptor = Descriptor::fill(SOURCE, 0x0123_4567_89ab_cdef, 2 << 20, COMPLETION);
-    assert_eq!(descriptor.to_bytes(), bytes);
-}
-
-#[test]
 fn a_record_of_a_read_that_faulted_and_of_a_write() {
     let mut bytes = [0; 32];
     bytes[0] = 0x03;
@@ -139,27 +64,12 @@ fn a_record_of_a_read_that_faulted_and_of_a_write() {
 }
 
 #[test]
-fn results_of_a_comparison_a_crc_and_a_delta() {
+fn the_result_of_a_comparison() {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&[0x01, 1, 0, 0, 0xff, 0x0f, 0, 0]);
     let record = CompletionRecord::from_bytes(&bytes);
     assert_eq!((record.result(), record.completed()), (1, 4095));
     assert!(record.status().is_success());
-    // The check value of CRC-32/ISCSI ("123456789").
-    bytes[16..20].copy_from_slice(&[0x83, 0x92, 0x06, 0xe3]);
-    assert_eq!(CompletionRecord::from_bytes(&bytes).crc(), 0xe306_9283);
-    bytes[1] = 2;
-    bytes[16..20].copy_from_slice(&[0x50, 0, 0, 0]);
-    let record = CompletionRecord::from_bytes(&bytes);
-    assert_eq!((record.delta_result(), record.delta_bytes()), (DeltaResult::OVERFLOW, 80));
-}
-
-#[test]
-fn an_entry_of_a_delta_record() {
-    let bytes = [0xff, 0x01, 0xef, 0xcd, 0xab, 0x89, 0x67, 0x45, 0x23, 0x01];
-    let entry = DeltaEntry::read_from_bytes(&bytes).ok();
-    let entry = entry.map(|entry| (entry.word.get(), entry.data.get()));
-    assert_eq!(entry, Some((511, 0x0123_4567_89ab_cdef)));
 }
 
 #[test]
@@ -180,8 +90,8 @@ proptest! {
         bytes.copy_from_slice(descriptor.as_flattened());
         let read = Descriptor::from_bytes(&bytes);
         prop_assert_eq!(read.to_bytes(), bytes);
-        let _ = (format!("{read:?}"), read.reserved_are_zero(), read.delta_bytes_max());
-        let _ = (read.expected_result(), read.crc_seed_address(), read.second_destination());
+        let _ = (format!("{read:?}"), read.reserved_are_zero());
+        let _ = (read.expected_result(), read.is_privileged());
         let read = CompletionRecord::from_bytes(&record);
         prop_assert_eq!(read.to_bytes(), record);
         let _ = (format!("{read:?}"), read.status().is_success(), read.invalid_flags());

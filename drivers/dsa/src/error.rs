@@ -48,10 +48,3 @@ pub enum OpenError {
         source: io::Error,
     },
 }
-
-/// The device still owes an answer for an operation that writes to memory of the caller's: until it
-/// is heard of, it may write there at any moment. What was to be written is not there reliably, and
-/// the memory must not be used for anything else.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a device may still write to memory, and does not answer")]
-pub struct Unsettled;

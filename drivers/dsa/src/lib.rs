@@ -1,5 +1,4 @@
-//! The driver of the Intel Data Streaming Accelerator: finds zero pages, and does a few other
-//! things that a migration wants of memory, while the CPU sends.
+//! The driver of the Intel Data Streaming Accelerator: finds zero pages, while the CPU sends.
 //!
 //! ```text
 //! find      what /sys/bus/dsa says: devices, work queues, their limits
@@ -7,7 +6,6 @@
 //! WorkQueue descriptors in, with tries and credits
 //! Gate      who may offload how much: the migration's policy, and tokens between processes
 //! ZeroEngine  which of these pages are zero: one for each channel, two jobs deep
-//! StableCopy, DeltaEncoder, Destination   copies with CRC, deltas, fills
 //! ```
 //!
 //! **Every question has one right answer, and the CPU always knows it.** A full queue, an error, a
@@ -26,10 +24,7 @@
 //! Addresses are the process's own where the device has its address space (SVA), and whatever
 //! [`Dma::pin`](martlet_device_io::Dma::pin) says otherwise.
 
-mod buffer;
 mod cpu;
-mod delta;
-mod destination;
 mod drain;
 mod error;
 mod find;
@@ -37,20 +32,16 @@ mod gate;
 mod instructions;
 mod memory;
 mod open;
-mod operate;
 mod process_memory;
 mod queue;
 mod range;
 mod slots;
-mod stable_copy;
 mod tokens;
 mod wait;
 mod zero;
 
-pub use cpu::{CpuCheck, crc32c};
-pub use delta::{DeltaEncoder, Encoded};
-pub use destination::{ApplyError, Destination};
-pub use error::{FindError, OpenError, Unsettled};
+pub use cpu::CpuCheck;
+pub use error::{FindError, OpenError};
 pub use find::{Device, Group, Mode, Queue, QueueName, find, find_queue};
 pub use gate::{Ask, Gate, Grant, Latency, OpenGate, Outcome};
 pub use instructions::Instructions;
@@ -58,7 +49,6 @@ pub use memory::{PageRun, SharedMemory};
 pub use open::{Opened, Submitter, open};
 pub use process_memory::ProcessMemory;
 pub use queue::{QueueLimits, WorkQueue};
-pub use stable_copy::{Copied, StableCopy};
 pub use tokens::{TokenError, Tokens};
 pub use wait::{CompletionWait, HostWait, SeatWait, StatusByte};
 pub use zero::{EngineConfig, JOB_PAGES_MAX, JOBS, Stats, ZeroEngine, ZeroPages};

@@ -18,9 +18,8 @@ impl PageRun {
     /// A run of pages.
     ///
     /// # Safety
-    /// `pages` pages at `address`, a multiple of 4096, are mapped and may be read (and by
-    /// [`Destination`](crate::Destination) written) through raw pointers until the job or call that
-    /// the run is given to is over. Others may write them at any time.
+    /// `pages` pages at `address`, a multiple of 4096, are mapped and may be read through raw
+    /// pointers until the job that the run is given to is over. Others may write them at any time.
     pub unsafe fn new(address: u64, pages: u32) -> PageRun {
         assert!(address.is_multiple_of(PAGE_SIZE), "pages begin at multiples of 4096");
         let bytes = u64::from(pages) * PAGE_SIZE;

@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 pub struct ProcessMemory;
 
 /// Anonymous memory, of whole pages, there from the start.
-pub(crate) struct Mapping {
+struct Mapping {
     memory: NonNull<u8>,
     bytes: usize,
 }
@@ -26,7 +26,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps zeroed memory. Its pages are made now, and locked as far as this process may, so that the
     /// device does not fault on them: a record that can't be written is lost.
-    pub(crate) fn new(bytes: usize) -> Result<Mapping, DmaError> {
+    fn new(bytes: usize) -> Result<Mapping, DmaError> {
         let length = u64::try_from(bytes).unwrap_or(u64::MAX);
         let error = |reason: String| DmaError { action: "allocate", bytes: length, reason };
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -43,15 +43,11 @@ impl Mapping {
         Ok(Mapping { memory, bytes })
     }
 
-    pub(crate) fn pointer(&self) -> NonNull<u8> {
+    fn pointer(&self) -> NonNull<u8> {
         self.memory
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    pub(crate) fn address(&self) -> u64 {
+    fn address(&self) -> u64 {
         u64::try_from(self.memory.as_ptr().expose_provenance()).expect("64-bit addresses")
     }
 }

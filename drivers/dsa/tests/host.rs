@@ -69,7 +69,7 @@ fn descriptors_are_written_to_a_device_file() {
     let second = compare_of_list(list, 1);
     assert_eq!((second.opcode(), second.size()), (Opcode::COMPVAL, 4096));
     assert_eq!(second.source(), guest.address(0) + PAGE as u64);
-    assert_eq!(second.destination(), 0);
+    assert_eq!(second.pattern(), 0);
 }
 
 #[allow(unsafe_code, reason = "reads what a device would read")]

@@ -7,8 +7,8 @@ mod bench;
 use bench::{Guest, PlainCheck};
 use martlet_device_io::{BusAddress, BusMemory, DESCRIPTOR_BYTES, Portal, Submission};
 use martlet_dsa::{
-    CompletionWait, DeltaEncoder, Destination, Encoded, EngineConfig, Gate, OpenGate, QueueLimits,
-    SharedMemory, StableCopy, StatusByte, WorkQueue, ZeroEngine,
+    CompletionWait, EngineConfig, Gate, OpenGate, QueueLimits, SharedMemory, StatusByte, WorkQueue,
+    ZeroEngine,
 };
 use martlet_dsa_abi::{Descriptor, Opcode};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock};
@@ -160,28 +160,5 @@ proptest! {
         drop(engine);
         // Nothing of the guest's was written.
         prop_assert!((0..256).all(|page| host.guest.is_zero(page)));
-    }
-
-    #[test]
-    fn operations_survive_it(seed: u64) {
-        let host = host(seed, 32);
-        let parts = || (vec![host.queue.clone()], host.gate.clone(), host.memory.clone());
-        let (queues, gate, memory) = parts();
-        let mut copier = StableCopy::new(8, queues, gate, memory, &*host.bus, DEADLINE).unwrap();
-        let (queues, gate, memory) = parts();
-        let mut encoder = DeltaEncoder::new(2, queues, gate, memory, &*host.bus, DEADLINE).unwrap();
-        let (queues, gate, memory) = parts();
-        let mut target = Destination::new(queues, gate, memory, &*host.bus, DEADLINE).unwrap();
-        for round in 0..30 {
-            prop_assert_eq!(copier.copy(host.guest.run(round, 8)).bytes.len(), 8 * 4096);
-            encoder.store(1, host.guest.run(0, 1));
-            if let Encoded::Delta(record) = encoder.encode(1, host.guest.run(0, 1), 1000) {
-                prop_assert!(!record.is_empty() && record.len() <= 1000);
-            }
-            // A device that does not answer is an error here, and nothing else is.
-            let _ = target.clear(host.guest.run(1, 30));
-            let _ = target.apply(host.guest.run(0, 1), &[1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-            let _ = target.is_settled();
-        }
     }
 }

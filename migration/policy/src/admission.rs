@@ -12,14 +12,11 @@
 //! share a device all the same. The figures behind the constants are those of the queueing model in
 //! `docs/dsa.md`.
 
-mod delta;
 mod device;
 
 use core::time::Duration;
 use device::Device;
 use martlet_units::Instant;
-
-pub use delta::delta_record_bytes_max;
 
 /// How work is split between the accelerator and the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,5 +1,4 @@
 use super::*;
-use martlet_units::BytesPerSec;
 use proptest::prelude::*;
 
 const US: u64 = 1000;
@@ -302,15 +301,6 @@ fn the_cpus_time_is_learned() {
     }
     assert!(admission.cpu_time(128) < Duration::from_micros(9));
     assert_eq!(ask(&mut admission, 0, &[]), None);
-}
-
-#[test]
-fn deltas_pay_where_the_link_is_slower_than_the_device() {
-    let device = Duration::from_nanos(270);
-    let gigabits = |n: u64| BytesPerSec(n * 1_000_000_000 / 8);
-    assert_eq!(delta_record_bytes_max(gigabits(10), device), Some(3990));
-    assert_eq!(delta_record_bytes_max(gigabits(100), device), Some(3990));
-    assert_eq!(delta_record_bytes_max(gigabits(200), device), None);
 }
 
 /// One device as a queue, first in, first out, and processes that know nothing of each other.

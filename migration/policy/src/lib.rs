@@ -7,7 +7,6 @@
 //! | When may a channel send, if there is a bandwidth limit? | [`Pacer`] |
 //! | How many channels? | [`default_channels`] |
 //! | Which pages does an accelerator check for zero, and which the CPU? | [`admission::Admission`] |
-//! | Is a list of changes worth sending instead of a page? | [`admission::delta_record_bytes_max`] |
 
 pub mod admission;
 mod channels;

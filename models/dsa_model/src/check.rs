@@ -2,9 +2,8 @@
 
 use crate::QueueConfig;
 use martlet_dsa_abi::{
-    BATCH_DESCRIPTORS_MIN, COMPLETION_ALIGN, CompletionRecord, DELTA_ENTRY_BYTES,
-    DELTA_INPUT_BYTES_MAX, DELTA_RECORD_BYTES_MIN, DELTA_WORD_BYTES, DESCRIPTOR_LIST_ALIGN,
-    Descriptor, Flags, INTERRUPT_HANDLE_NONE, Opcode, OperationCapability, Status, Version,
+    BATCH_DESCRIPTORS_MIN, COMPLETION_ALIGN, CompletionRecord, DESCRIPTOR_LIST_ALIGN, Descriptor,
+    Flags, INTERRUPT_HANDLE_NONE, Opcode, OperationCapability, Status, Version,
 };
 
 /// Where a descriptor stands.
@@ -15,9 +14,6 @@ pub(crate) enum Place {
     /// In a batch's list.
     Batch,
 }
-
-/// Low bits in which the two destinations of a dualcast must agree.
-const DUALCAST_MASK: u64 = 0xfff;
 
 /// What a queue's descriptors are checked against.
 #[derive(Clone, Copy)]
@@ -33,26 +29,11 @@ const COMMON: Flags = Flags::COMPLETION_VALID
     .union(Flags::INTERRUPT)
     .union(Flags::COMPLETION_STEERING)
     .union(Flags::COMPLETION_CLASS);
-/// Flags of every operation that writes memory.
-const WRITING: Flags = Flags::CACHE_CONTROL
-    .union(Flags::STRICT_ORDER)
-    .union(Flags::DESTINATION_READBACK)
-    .union(Flags::DURABLE);
-const CLASSES_12: Flags = Flags::ADDRESS1_CLASS.union(Flags::ADDRESS2_CLASS);
-const CLASSES_123: Flags = CLASSES_12.union(Flags::ADDRESS3_CLASS);
-
 /// The flags that an operation has of its own.
 fn own_flags(opcode: Opcode) -> Flags {
     match opcode {
         Opcode::BATCH => Flags::ADDRESS1_CLASS,
-        Opcode::MEMMOVE | Opcode::APPLY_DELTA => WRITING | CLASSES_12,
-        Opcode::MEMFILL => WRITING | Flags::ADDRESS2_CLASS,
-        Opcode::COMPARE => Flags::CHECK_RESULT | CLASSES_12,
         Opcode::COMPVAL => Flags::CHECK_RESULT | Flags::ADDRESS1_CLASS,
-        Opcode::CREATE_DELTA => Flags::CHECK_RESULT | WRITING | CLASSES_123,
-        Opcode::DUALCAST => WRITING | CLASSES_123,
-        Opcode::CRC => Flags::CRC_READ_SEED | Flags::ADDRESS1_CLASS | Flags::ADDRESS3_CLASS,
-        Opcode::COPY_CRC => Flags::CRC_READ_SEED | WRITING | CLASSES_123,
         _ => Flags::NONE,
     }
 }
@@ -60,11 +41,7 @@ fn own_flags(opcode: Opcode) -> Flags {
 /// Which of the 24 bytes that depend on the operation it uses, as a mask; the others are reserved.
 fn own_bytes(opcode: Opcode) -> u32 {
     match opcode {
-        Opcode::COMPARE | Opcode::COMPVAL => 0x00_0001,
-        Opcode::CREATE_DELTA => 0x01_0fff,
-        Opcode::APPLY_DELTA => 0x00_000f,
-        Opcode::DUALCAST => 0x00_00ff,
-        Opcode::CRC | Opcode::COPY_CRC => 0x00_ff0f,
+        Opcode::COMPVAL => 0x00_0001,
         _ => 0,
     }
 }
@@ -104,8 +81,7 @@ pub(crate) fn check(
     {
         return refuse(Status::INTERRUPT_HANDLE);
     }
-    check_size(descriptor, rules).map_or_else(refuse, |()| Ok(()))?;
-    check_addresses(descriptor).map_or_else(refuse, |()| Ok(()))
+    check_size(descriptor, rules).or_else(refuse)
 }
 
 fn check_flags(
@@ -138,9 +114,9 @@ fn reserved_are_zero(descriptor: &Descriptor) -> bool {
     let specific = bytes.all(|(at, byte)| *byte == 0 || own >> at & 1 == 1);
     let unused_zero = match opcode {
         Opcode::NOOP | Opcode::DRAIN => {
-            descriptor.source() == 0 && descriptor.destination() == 0 && descriptor.size() == 0
+            descriptor.source() == 0 && descriptor.pattern() == 0 && descriptor.size() == 0
         }
-        Opcode::BATCH | Opcode::CRC => descriptor.destination() == 0,
+        Opcode::BATCH => descriptor.pattern() == 0,
         _ => true,
     };
     descriptor.reserved_are_zero() && specific && unused_zero
@@ -148,75 +124,18 @@ fn reserved_are_zero(descriptor: &Descriptor) -> bool {
 
 fn check_size(descriptor: &Descriptor, rules: Rules<'_>) -> Result<(), Status> {
     let size = descriptor.size();
-    let as_bytes = usize::try_from(size).unwrap_or(usize::MAX);
+    let refuse_unless = |good: bool, status| if good { Ok(()) } else { Err(status) };
     match descriptor.opcode() {
-        Opcode::NOOP | Opcode::DRAIN => return Ok(()),
         Opcode::BATCH => {
             let least = if rules.version >= Version::V2 { 1 } else { BATCH_DESCRIPTORS_MIN };
             let fits = (least..=rules.queue.batch_max).contains(&size);
-            return if fits { Ok(()) } else { Err(Status::DESCRIPTOR_COUNT) };
+            refuse_unless(fits, Status::DESCRIPTOR_COUNT)?;
+            let list = usize::try_from(descriptor.source()).unwrap_or(1);
+            refuse_unless(list.is_multiple_of(DESCRIPTOR_LIST_ALIGN), Status::LIST_ALIGN)
         }
-        _ => {}
-    }
-    if size == 0 || u64::from(size) > rules.queue.transfer_bytes_max {
-        return Err(Status::TRANSFER_SIZE);
-    }
-    let is_delta = matches!(descriptor.opcode(), Opcode::CREATE_DELTA | Opcode::APPLY_DELTA);
-    let fits_delta = as_bytes <= DELTA_INPUT_BYTES_MAX && as_bytes.is_multiple_of(DELTA_WORD_BYTES);
-    if is_delta && !fits_delta {
-        return Err(Status::TRANSFER_SIZE);
-    }
-    let record = match descriptor.opcode() {
-        Opcode::CREATE_DELTA => (descriptor.delta_bytes_max(), DELTA_RECORD_BYTES_MIN),
-        Opcode::APPLY_DELTA => (descriptor.delta_record_bytes(), DELTA_ENTRY_BYTES),
-        _ => return Ok(()),
-    };
-    let (bytes, least) = (usize::try_from(record.0).unwrap_or(usize::MAX), record.1);
-    let fits = bytes >= least
-        && bytes.is_multiple_of(DELTA_ENTRY_BYTES)
-        && u64::from(record.0) <= rules.queue.transfer_bytes_max;
-    if fits { Ok(()) } else { Err(Status::DELTA_SIZE) }
-}
-
-fn check_addresses(descriptor: &Descriptor) -> Result<(), Status> {
-    let (source, destination) = (descriptor.source(), descriptor.destination());
-    let size = u64::from(descriptor.size());
-    let overlap = |a: u64, a_bytes: u64, b: u64, b_bytes: u64| {
-        a < b.saturating_add(b_bytes) && b < a.saturating_add(a_bytes)
-    };
-    let refuse_if = |wrong: bool, status| if wrong { Err(status) } else { Ok(()) };
-    match descriptor.opcode() {
-        Opcode::BATCH => {
-            let at = usize::try_from(source).unwrap_or(1);
-            refuse_if(!at.is_multiple_of(DESCRIPTOR_LIST_ALIGN), Status::LIST_ALIGN)
-        }
-        // Overlapping copies are a capability that this device does not claim (GENCAP bit 1).
-        Opcode::MEMMOVE | Opcode::COPY_CRC => {
-            refuse_if(overlap(source, size, destination, size), Status::OVERLAP)
-        }
-        Opcode::DUALCAST => {
-            let second = descriptor.second_destination();
-            let apart = (destination ^ second) & DUALCAST_MASK == 0;
-            refuse_if(!apart, Status::DUALCAST_ALIGN)?;
-            let any = overlap(source, size, destination, size)
-                || overlap(source, size, second, size)
-                || overlap(destination, size, second, size);
-            refuse_if(any, Status::OVERLAP)
-        }
-        Opcode::CREATE_DELTA => {
-            let record = descriptor.delta_address();
-            let aligned = [source, destination, record].iter().all(|at| at.is_multiple_of(8));
-            refuse_if(!aligned, Status::ADDRESS_ALIGN)?;
-            let record_bytes = u64::from(descriptor.delta_bytes_max());
-            let any = overlap(record, record_bytes, source, size)
-                || overlap(record, record_bytes, destination, size);
-            refuse_if(any, Status::OVERLAP)
-        }
-        Opcode::APPLY_DELTA => {
-            let aligned = [source, destination].iter().all(|at| at.is_multiple_of(8));
-            refuse_if(!aligned, Status::ADDRESS_ALIGN)?;
-            let record_bytes = u64::from(descriptor.delta_record_bytes());
-            refuse_if(overlap(source, record_bytes, destination, size), Status::OVERLAP)
+        Opcode::COMPVAL => {
+            let fits = size > 0 && u64::from(size) <= rules.queue.transfer_bytes_max;
+            refuse_unless(fits, Status::TRANSFER_SIZE)
         }
         _ => Ok(()),
     }

@@ -35,7 +35,7 @@ pub enum Fault {
     Reverse,
     /// Batch, operation: ends with this status and does nothing.
     Status(Status),
-    /// Operation: its first address (of a fill, its destination) is not mapped from here on.
+    /// Operation: its memory is not mapped from here on.
     PageFault {
         /// How many bytes are worked on before.
         after: u32,
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn a_rule_for_one_operation_leaves_the_others_alone() {
         let mut faults = Faults::once(FaultPoint::Only(Opcode::COMPVAL), 1, Fault::Hang);
-        let kinds = [Opcode::COMPVAL, Opcode::MEMMOVE, Opcode::COMPVAL, Opcode::COMPVAL];
+        let kinds = [Opcode::COMPVAL, Opcode::DRAIN, Opcode::COMPVAL, Opcode::COMPVAL];
         let struck = kinds.map(|kind| at_operation(&mut faults, kind));
         assert_eq!(struck, [None, None, Some(Fault::Hang), None]);
         let mut faults = Faults::once(FaultPoint::Operation, 0, Fault::NoRecord);

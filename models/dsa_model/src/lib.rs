@@ -8,15 +8,14 @@
 //! that stop an operation in its middle. Times are parameters with their origin ([`Timing`]);
 //! faults are data ([`Faults`]).
 //!
-//! What it leaves out, and refuses as hardware without these would: overlapping copies, DIF, cache
-//! flushes, everything of version 2 but batches of one descriptor, CRCs that are not reflected.
-//! Address spaces are one: every queue reaches what the bus reaches. The device's configuration is
-//! fixed when it is made.
+//! Of the operations it has those that check memory: no-op, batch, drain, compare pattern. What it
+//! leaves out it refuses, as hardware without it would: all others, and everything of version 2 but
+//! batches of one descriptor. Address spaces are one: every queue reaches what the bus reaches. The
+//! device's configuration is fixed when it is made.
 #![forbid(unsafe_code)]
 
 mod check;
 mod config;
-mod crc;
 mod device;
 mod faults;
 mod land;

@@ -11,8 +11,6 @@ pub(crate) const PAGE: u64 = 4096;
 pub(crate) struct PageFault {
     /// The first byte that is not there.
     pub(crate) at: u64,
-    /// Whether it was to be written.
-    pub(crate) write: bool,
 }
 
 /// Pages that are not mapped, whatever the bus says: a guest's untouched memory, or memory that
@@ -69,7 +67,7 @@ impl Memory<'_> {
         let mut rest = into;
         while !rest.is_empty() {
             let (now, later) = rest.split_at_mut(in_page(at, rest.len()));
-            let fault = PageFault { at, write: false };
+            let fault = PageFault { at };
             if self.absent.has(at / PAGE) {
                 return Err(fault);
             }
@@ -86,7 +84,7 @@ impl Memory<'_> {
         let mut rest = from;
         while !rest.is_empty() {
             let (now, later) = rest.split_at(in_page(at, rest.len()));
-            let fault = PageFault { at, write: true };
+            let fault = PageFault { at };
             if self.absent.has(at / PAGE) {
                 return Err(fault);
             }
@@ -99,7 +97,7 @@ impl Memory<'_> {
 
     /// Writes one byte after everything written before.
     pub(crate) fn publish(&self, at: u64, byte: u8) -> Result<(), PageFault> {
-        let fault = PageFault { at, write: true };
+        let fault = PageFault { at };
         if self.absent.has(at / PAGE) {
             return Err(fault);
         }

@@ -3,7 +3,7 @@
 use crate::check::{Place, Rules, check};
 use crate::faults::{Fault, FaultPoint, at_operation};
 use crate::memory::Memory;
-use crate::operations::fabric_factor;
+use crate::operations::fabric_bytes;
 use crate::state::{Batch, Drain, Ending, Land, Life, Operation, Owner, State, Todo, Waiting};
 use crate::timing::ps;
 use martlet_device_io::BusMemory;
@@ -293,11 +293,7 @@ impl State {
             _ => Todo::Run { fault_after: None },
         };
         let timing = &self.config.timing;
-        let bytes = u64::from(descriptor.size()) * fabric_factor(descriptor.opcode());
-        let copies = matches!(descriptor.opcode(), Opcode::MEMMOVE | Opcode::COPY_CRC);
-        let unaligned = copies && !descriptor.destination().is_multiple_of(64);
-        let factor = if unaligned { timing.unaligned_factor } else { 1 };
-        let transfer = timing.transfer_ps(bytes).saturating_mul(u64::from(factor));
+        let transfer = timing.transfer_ps(fabric_bytes(&descriptor));
         operation.work_ps = operation.work_ps.max(transfer);
         operation.hold_ps = self.fault_time(&descriptor);
         operation
@@ -305,13 +301,10 @@ impl State {
 
     /// How long missing pages hold an engine up. Pages that are waited for are there afterwards.
     fn fault_time(&mut self, descriptor: &Descriptor) -> u64 {
-        let bytes = u64::from(descriptor.size());
-        let mut missing = 0_u64;
-        for at in operands(descriptor) {
-            missing += u64::try_from(self.absent.missing(at, bytes)).unwrap_or(u64::MAX);
-            if descriptor.flags().contains(Flags::BLOCK_ON_FAULT) {
-                self.absent.show(at, bytes);
-            }
+        let (at, bytes) = (descriptor.source(), fabric_bytes(descriptor));
+        let missing = u64::try_from(self.absent.missing(at, bytes)).unwrap_or(u64::MAX);
+        if descriptor.flags().contains(Flags::BLOCK_ON_FAULT) {
+            self.absent.show(at, bytes);
         }
         let timing = &self.config.timing;
         match missing {
@@ -349,21 +342,4 @@ fn ending_of(fault: Option<Fault>) -> Ending {
         Some(Fault::Twice(again)) => Ending { again: Some(again), ..none },
         _ => none,
     }
-}
-
-/// Addresses of as many bytes as the transfer size says.
-fn operands(descriptor: &Descriptor) -> impl Iterator<Item = u64> {
-    let (source, destination) = (descriptor.source(), descriptor.destination());
-    let addresses = match descriptor.opcode() {
-        Opcode::MEMMOVE | Opcode::COMPARE | Opcode::CREATE_DELTA | Opcode::COPY_CRC => {
-            [Some(source), Some(destination), None]
-        }
-        Opcode::DUALCAST => {
-            [Some(source), Some(destination), Some(descriptor.second_destination())]
-        }
-        Opcode::COMPVAL | Opcode::CRC => [Some(source), None, None],
-        Opcode::MEMFILL | Opcode::APPLY_DELTA => [Some(destination), None, None],
-        _ => [None; 3],
-    };
-    addresses.into_iter().flatten()
 }

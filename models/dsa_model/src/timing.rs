@@ -22,8 +22,6 @@ pub struct Timing {
     pub fault: Duration,
     /// What each missing page costs a descriptor that blocks on faults.
     pub block_on_fault: Duration,
-    /// Multiplies the time of a copy whose destination is not at a multiple of 64.
-    pub unaligned_factor: u32,
 }
 
 impl Timing {
@@ -37,7 +35,6 @@ impl Timing {
     /// | ENQCMD | 0.22 us | the same: back-to-back single submissions of one thread, 0.19 to 0.22 us; DSAssassin measured 558 to 598 cycles |
     /// | fault | 0.5 us | derived: touch-and-resume over untouched pages comes to 5.4 GiB/s, 0.7 us a page with everything |
     /// | block on fault | 13.8 us | LightDSA: 0.275 GiB/s with page requests, whatever the operation |
-    /// | unaligned factor | 4 | the same: 4 KiB copies fall from 28.5 to 4.9 to 8.9 GiB/s |
     pub const fn sapphire_rapids() -> Timing {
         Timing {
             fabric: Some(BytesPerSec(31_700_000_000)),
@@ -46,7 +43,6 @@ impl Timing {
             enqcmd: Duration::from_nanos(220),
             fault: Duration::from_nanos(500),
             block_on_fault: Duration::from_nanos(13_800),
-            unaligned_factor: 4,
         }
     }
 
@@ -59,7 +55,6 @@ impl Timing {
             enqcmd: Duration::ZERO,
             fault: Duration::ZERO,
             block_on_fault: Duration::ZERO,
-            unaligned_factor: 1,
         }
     }
 

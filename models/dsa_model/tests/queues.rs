@@ -199,7 +199,7 @@ fn the_device_describes_itself() {
     assert_eq!(text("dsa3/wq3.0/max_batch_size"), "32");
     assert_eq!(text("dsa3/group3.0/engines"), "engine3.0 engine3.1 engine3.2 engine3.3");
     let zeros = "00000000,".repeat(7);
-    assert_eq!(text("dsa3/op_cap"), format!("{zeros}000303ff"));
+    assert_eq!(text("dsa3/op_cap"), format!("{zeros}00000047"));
     assert_eq!(Mode::Shared, QueueConfig::shared(1).mode);
 
     let directory = std::env::temp_dir().join(format!("dsa_model_{}", std::process::id()));
