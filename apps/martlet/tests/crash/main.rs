@@ -26,11 +26,11 @@ mod judge;
 mod link;
 mod log;
 mod plan;
-mod process;
 mod proxy;
-mod qmp;
 mod rng;
 mod scene;
+#[path = "../support/mod.rs"]
+mod support;
 mod watch;
 
 use judge::Ending;
@@ -39,6 +39,7 @@ use scene::Scene;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use support::{process, qmp};
 
 /// Kills and cuts if nobody says otherwise.
 const RUNS: u64 = 14;

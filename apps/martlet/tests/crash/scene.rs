@@ -9,11 +9,11 @@ use crate::plan::{Plan, Side};
 use crate::process::{Guest, Process};
 use crate::proxy::Proxy;
 use crate::qmp::Trouble;
+use crate::support::Dir;
 use crate::watch::{Pair, Watched};
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// How long a guest may take to check all that it filled: a few hundredths of a second, on a host
@@ -24,28 +24,6 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Migrations to which nothing is done, until one of them must be through.
 const PATIENT_ATTEMPTS: u32 = 4;
-
-/// A folder for sockets and logs. It stays after a failure, for whoever looks for its reason.
-struct Dir(PathBuf);
-
-impl Dir {
-    fn new() -> Result<Dir, String> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("martlet-crash-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir_all(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        Ok(Dir(path))
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
-    }
-}
 
 pub(crate) struct Scene {
     dir: Dir,
@@ -97,7 +75,7 @@ impl Scene {
     }
 
     pub(crate) fn dir(&self) -> &Path {
-        &self.dir.0
+        self.dir.path()
     }
 
     fn next_number(&mut self) -> u32 {
@@ -110,13 +88,13 @@ impl Scene {
         let number = self.next_number();
         match self.holder.take() {
             Some(holder) => Ok(holder),
-            None => Process::run(&self.dir.0, number, vcpus),
+            None => Process::run(self.dir.path(), number, vcpus),
         }
     }
 
     fn receiver(&mut self) -> Result<Process, String> {
         let number = self.next_number();
-        Process::receive(&self.dir.0, number)
+        Process::receive(self.dir.path(), number)
     }
 
     /// One attempt with a fault, the judgement, and a clean migration if the guest stayed.

@@ -1,6 +1,6 @@
 //! A martlet process: started, asked, killed.
 
-use crate::qmp::{Qmp, Trouble};
+use super::qmp::{Qmp, Trouble};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
 use std::fs::File;
@@ -77,11 +77,18 @@ impl Process {
 
     /// Starts a process that waits for a guest.
     pub(crate) fn receive(dir: &Path, number: u32) -> Result<Process, String> {
-        Process::start(dir, number, &["receive", "--listen", "tcp:127.0.0.1:0"])
+        Process::receive_with(dir, number, &[])
+    }
+
+    /// As [`Process::receive`], with more options.
+    pub(crate) fn receive_with(dir: &Path, number: u32, more: &[&str]) -> Result<Process, String> {
+        let mut arguments = vec!["receive", "--listen", "tcp:127.0.0.1:0"];
+        arguments.extend(more);
+        Process::start(dir, number, &arguments)
     }
 
     /// From a thread that lives as long as the process shall.
-    fn start(dir: &Path, number: u32, arguments: &[&str]) -> Result<Process, String> {
+    pub(crate) fn start(dir: &Path, number: u32, arguments: &[&str]) -> Result<Process, String> {
         let (control, log) = (dir.join(format!("c{number}")), dir.join(format!("log{number}")));
         let failed = |e: std::io::Error| format!("cannot start a process: {e}");
         let child = Command::new(env!("CARGO_BIN_EXE_martlet"))
@@ -113,6 +120,28 @@ impl Process {
         let child = child.0.take().expect("still there");
         let name = format!("{}#{number}", arguments[0]);
         Ok(Process { name, child, killer: Killer(Arc::new(killer)), qmp, log, control })
+    }
+
+    /// Memory that it holds now, and the most that it ever held, in bytes.
+    pub(crate) fn memory(&self) -> (u64, u64) {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = std::fs::read_to_string(path).unwrap_or_default();
+        let kib = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let number = line.and_then(|rest| rest.split_whitespace().next());
+            number.and_then(|number| number.parse::<u64>().ok()).unwrap_or(0)
+        };
+        (kib("VmRSS:") << 10, kib("VmHWM:") << 10)
+    }
+
+    /// How many threads it has.
+    pub(crate) fn threads(&self) -> usize {
+        let path = format!("/proc/{}/task", self.child.id());
+        std::fs::read_dir(path).map_or(0, Iterator::count)
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn killer(&self) -> Killer {
