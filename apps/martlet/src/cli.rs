@@ -108,7 +108,8 @@ Example:
   martlet resolve --control /run/vm.sock
 
 The guest stays stopped here until the destination has answered: either it runs there, or it
-never will and goes on here.")]
+never will and goes on here. The exit status is 0 if the guest moved, 1 if it is here, and 4 while
+that is undecided.")]
     Resolve(ControlArgs),
     /// Move a real guest between two processes of this host and show where the time went.
     #[command(after_help = "\

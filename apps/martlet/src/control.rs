@@ -319,18 +319,23 @@ impl Control {
         }
     }
 
-    /// `x-resolve`: asks the destination what became of an undecided migration. May take as long
-    /// as a connection takes to be refused. Returns how it was settled.
-    pub(crate) fn resolve(&self) -> Result<Status, String> {
+    /// `x-resolve`: what became of the last migration; if that is undecided, the destination is
+    /// asked first, which may take as long as a connection takes to be refused.
+    pub(crate) fn resolve(&self) -> Result<Value, String> {
         let guest = self.guest()?;
         let attempt = self.lock().outgoing.as_ref().map(|o| Arc::clone(&o.attempt));
         let Some(attempt) = attempt else { return Err("there was no migration".into()) };
-        if attempt.progress().status != Status::Undecided {
-            return Err("the migration is not undecided".into());
+        if !attempt.progress().status.is_final() {
+            return Err("the migration is still under way".into());
         }
-        attempt.resolve().map_err(|reason| one_line(&reason))?;
+        let resolved = attempt.resolve();
+        // Its end is told before this is answered.
         self.look(&attempt, &guest);
-        Ok(attempt.progress().status)
+        let (status, reason) = match resolved {
+            Ok(status) => (status, attempt.progress().error),
+            Err(reason) => (Status::Undecided, Some(reason)),
+        };
+        Ok(schema::resolution(status, reason.as_deref()))
     }
 
     /// `migrate-set-parameters`: also changes a migration that runs, where it can be changed.

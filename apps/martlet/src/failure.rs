@@ -7,6 +7,8 @@ use std::io;
 pub(crate) const EXIT_USAGE: u8 = 2;
 /// Exit status for everything else that went wrong.
 pub(crate) const EXIT_FAILURE: u8 = 1;
+/// Exit status where it is not known which side has the guest.
+pub(crate) const EXIT_UNDECIDED: u8 = 4;
 
 /// Why a command ends without success.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +19,9 @@ pub(crate) enum Failure {
     /// It did not work: exit status 1.
     #[error("{0}")]
     Failed(String),
+    /// It is not known which side has the guest: exit status 4.
+    #[error("{0}")]
+    Undecided(String),
     /// It did not work and the output already says so: exit status 1.
     #[error("already reported")]
     Reported,

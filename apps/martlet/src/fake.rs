@@ -34,6 +34,8 @@ pub(crate) struct FakeAttempt {
     changed: Condvar,
     guest: Arc<FakeGuest>,
     pub(crate) asked: Mutex<Vec<String>>,
+    /// Why the destination says nothing, if it does.
+    pub(crate) unanswered: Mutex<Option<String>>,
 }
 
 impl FakeAttempt {
@@ -85,10 +87,16 @@ impl Attempt for FakeAttempt {
         self.note(format!("bandwidth {bandwidth:?}"));
     }
 
-    fn resolve(&self) -> Result<(), String> {
-        *self.guest.state.lock().unwrap() = GuestStatus::Running;
-        self.reach(Status::Failed, 0);
-        Ok(())
+    fn resolve(&self) -> Result<Status, String> {
+        self.note("resolve".to_owned());
+        if let Some(reason) = self.unanswered.lock().unwrap().clone() {
+            return Err(reason);
+        }
+        if self.progress().status == Status::Undecided {
+            *self.guest.state.lock().unwrap() = GuestStatus::Running;
+            self.reach(Status::Failed, 0);
+        }
+        Ok(self.progress().status)
     }
 }
 
@@ -150,6 +158,7 @@ impl Guest for FakeGuest {
             changed: Condvar::new(),
             guest: self.me.upgrade().unwrap(),
             asked: Mutex::default(),
+            unanswered: Mutex::default(),
         });
         self.attempts.lock().unwrap().push((to.clone(), options, Arc::clone(&attempt)));
         Ok(attempt)

@@ -1,7 +1,7 @@
 //! What the control socket needs of a guest, a migration and a receiver. `vm` implements it with
 //! a real machine and the engine; the tests of the socket with a pretended one.
 
-use martlet_engine::{MigrateOptions, Progress, ReceiveStatus, Report};
+use martlet_engine::{MigrateOptions, Progress, ReceiveStatus, Report, Status};
 use martlet_guest_program::GuestCounters;
 use martlet_machine::{GuestStatus, MachineInfo};
 use martlet_transport::Address;
@@ -36,7 +36,8 @@ pub(crate) trait Attempt: Send + Sync {
     fn cancel(&self);
     fn set_downtime_limit(&self, limit: Duration);
     fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>);
-    fn resolve(&self) -> Result<(), String>;
+    /// What became of it; `Err` says why that is still open.
+    fn resolve(&self) -> Result<Status, String>;
 }
 
 /// Waits for a guest; see `martlet_engine::Receiver`.

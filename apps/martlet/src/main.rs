@@ -21,7 +21,7 @@ mod vm;
 use clap::Parser;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
-use failure::{EXIT_FAILURE, EXIT_USAGE, Failure};
+use failure::{EXIT_FAILURE, EXIT_UNDECIDED, EXIT_USAGE, Failure};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -72,11 +72,12 @@ fn conclude(result: Result<(), Failure>) -> ExitCode {
         Failure::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => {
             return ExitCode::SUCCESS;
         }
-        Failure::Usage(_) | Failure::Failed(_) | Failure::Output(_) => {}
+        Failure::Usage(_) | Failure::Failed(_) | Failure::Undecided(_) | Failure::Output(_) => {}
     }
     note(format_args!("{}", failure::one_line(&failure.to_string())));
     match failure {
         Failure::Usage(_) => ExitCode::from(EXIT_USAGE),
+        Failure::Undecided(_) => ExitCode::from(EXIT_UNDECIDED),
         Failure::Failed(_) | Failure::Reported | Failure::Output(_) => ExitCode::from(EXIT_FAILURE),
     }
 }

@@ -6,7 +6,7 @@ use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::{note, vdpa};
 use martlet_engine::{
     DestinationFactory, MigrateOptions, Migration, Progress, ReceiveStatus, Receiver, Report,
-    SourceVmm,
+    SourceVmm, Status,
 };
 use martlet_guest_program::{GuestCounters, ProgramParams};
 use martlet_machine::{
@@ -198,8 +198,8 @@ impl Attempt for EngineAttempt {
         self.0.set_bandwidth(bandwidth);
     }
 
-    fn resolve(&self) -> Result<(), String> {
-        self.0.resolve().map_err(|error| chain(&error))
+    fn resolve(&self) -> Result<Status, String> {
+        self.0.resolve().map_err(|error| error.reason)
     }
 }
 

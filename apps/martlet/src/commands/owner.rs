@@ -1,9 +1,10 @@
 //! `stop`, `cont`, `cancel`, `quit` and `resolve`: one command each to the control socket.
 
 use crate::cli::ControlArgs;
-use crate::failure::Failure;
+use crate::failure::{Failure, one_line};
 use crate::out;
 use crate::qmp::client::{Client, ClientError};
+use serde_json::Value;
 use std::time::{Duration, Instant};
 
 /// How long `quit` waits for the process to have closed its socket.
@@ -68,12 +69,45 @@ pub(crate) fn quit(args: &ControlArgs) -> Result<(), Failure> {
     Err(Failure::Failed("the process does not end".to_owned()))
 }
 
-/// `martlet resolve`: says how the migration was settled.
+/// `martlet resolve`: says what became of the guest.
 pub(crate) fn resolve(args: &ControlArgs) -> Result<(), Failure> {
-    let answer = Client::connect(&args.path)?.ask("x-resolve")?;
+    settled(&Client::connect(&args.path)?.ask("x-resolve")?)
+}
+
+/// What `x-resolve` answered, in words and as an exit status.
+fn settled(answer: &Value) -> Result<(), Failure> {
+    let reason = one_line(answer["error-desc"].as_str().unwrap_or("no reason given"));
     match answer["status"].as_str() {
-        Some("completed") => out(format_args!("the guest runs at the destination\n"))?,
-        Some(_) | None => out(format_args!("the guest goes on here\n"))?,
+        Some("completed") => out(format_args!("the guest moved: it is at the destination\n")),
+        Some("x-undecided") => Err(Failure::Undecided(format!(
+            "still undecided, so the guest stays stopped here: {reason}"
+        ))),
+        Some("cancelled") => Err(Failure::Failed(
+            "the guest did not move, it is here as before: cancelled by its owner".to_owned(),
+        )),
+        Some(_) | None => {
+            Err(Failure::Failed(format!("the guest did not move, it is here as before: {reason}")))
+        }
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_end_has_its_words_and_its_exit_status() {
+        let end =
+            |status: &str| settled(&json!({"status": status, "error-desc": "the link broke"}));
+        assert!(matches!(end("completed"), Ok(())));
+        for (status, words) in [
+            ("failed", "the guest did not move, it is here as before: the link broke"),
+            ("cancelled", "the guest did not move, it is here as before: cancelled by its owner"),
+        ] {
+            assert!(matches!(end(status), Err(Failure::Failed(said)) if said == words), "{status}");
+        }
+        let open = "still undecided, so the guest stays stopped here: the link broke";
+        assert!(matches!(end("x-undecided"), Err(Failure::Undecided(said)) if said == open));
+    }
 }

@@ -177,10 +177,7 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
             })?;
             Ok(guest_counters(&check))
         }
-        "x-resolve" => {
-            let status = control.resolve()?;
-            Ok(json!({ "status": super::events::status_word(status) }))
-        }
+        "x-resolve" => Ok(control.resolve()?),
         _ => Err(QmpError::not_found(name)),
     }
 }

@@ -260,6 +260,15 @@ fn whole_ms(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
+/// What `x-resolve` returns: what became of the guest, and why.
+pub(crate) fn resolution(status: Status, reason: Option<&str>) -> Value {
+    let mut answer = json!({ "status": status_word(status) });
+    if let (Some(reason), Some(fields)) = (reason, answer.as_object_mut()) {
+        fields.insert("error-desc".to_owned(), crate::failure::one_line(reason).into());
+    }
+    answer
+}
+
 /// What `query-migrate` returns at the source.
 pub(crate) fn migration_info(
     progress: &Progress,

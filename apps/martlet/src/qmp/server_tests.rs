@@ -278,9 +278,17 @@ fn an_undecided_migration_must_be_settled() {
         assert_eq!(class(&owner.run(command, &json!({}))), "GenericError");
     }
     assert_eq!(class(&owner.run("migrate", &json!({"uri": "unix:/x"}))), "GenericError");
+    let attempt = guest.last_attempt();
+    *attempt.unanswered.lock().unwrap() = Some("nobody\nanswers".to_owned());
     let reply = owner.run("x-resolve", &json!({}));
-    assert_eq!(reply, json!({"return": {"status": "failed"}}));
+    let open = json!({"status": "x-undecided", "error-desc": "nobody answers"});
+    assert_eq!(reply["return"], open);
+    assert_eq!(owner.status(), "finish-migrate");
+    *attempt.unanswered.lock().unwrap() = None;
+    let settled = json!({"return": {"status": "failed", "error-desc": "the link broke"}});
+    assert_eq!(owner.run("x-resolve", &json!({})), settled);
     assert_eq!(owner.status(), "running");
+    assert_eq!(owner.run("x-resolve", &json!({})), settled, "the same for who asks later");
 }
 
 #[test]

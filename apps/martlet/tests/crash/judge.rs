@@ -121,16 +121,13 @@ fn resolve(pair: &mut Pair, desk: &Desk) -> Result<(), String> {
     let deadline = Instant::now() + RESOLVE_MAX;
     loop {
         let answer = pair.source.process.ask("x-resolve");
-        pair.log.note(match &answer {
-            Ok(value) => format!("resolved: {value}"),
-            Err(trouble) => format!("not resolved: {trouble}"),
-        });
+        pair.log.note(format!("x-resolve: {answer:?}"));
         pair.settle(desk)?;
         // It may also have settled by itself, by an answer that came late.
         if pair.source.status() != "x-undecided" {
             return Ok(());
         }
-        if answer.is_ok() {
+        if answer.is_ok_and(|value| value["status"] != "x-undecided") {
             return Err("resolved, and undecided".to_owned());
         }
         if Instant::now() > deadline {

@@ -252,8 +252,10 @@ impl Scene {
 /// Asks an undecided source to settle what can't be settled.
 fn refusal(pair: &mut Pair) -> Result<String, String> {
     match pair.source.process.ask("x-resolve") {
-        Ok(value) => Err(format!("resolved without the destination: {value}")),
-        Err(Trouble::Refused(words)) if words.len() > 10 => Ok(words),
+        Ok(value) => match (value["status"].as_str(), value["error-desc"].as_str()) {
+            (Some("x-undecided"), Some(words)) if words.len() > 10 => Ok(words.to_owned()),
+            _ => Err(format!("resolved without the destination: {value}")),
+        },
         Err(trouble) => Err(format!("x-resolve: {trouble}")),
     }
 }

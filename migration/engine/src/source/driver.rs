@@ -10,8 +10,7 @@ use super::lanes::{Common, Lanes, Sent};
 use super::shared::Shared;
 use super::switchover::Moments;
 use crate::report::{Report, Status};
-use crate::{GuestCheck, SourceVmm, VmmError, chain, host};
-use crossbeam_channel::Sender;
+use crate::{GuestCheck, SourceVmm, chain, host};
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
@@ -122,7 +121,8 @@ struct Driver<'ram> {
     cpu_before: Duration,
     guest: Option<GuestCheck>,
     outcome: Option<SourceOutcome>,
-    resolver: Option<Sender<Result<(), VmmError>>>,
+    /// The destination is being asked what became of the guest.
+    is_asking: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,7 +207,7 @@ impl<'ram> Driver<'ram> {
             cpu_before: host::process_cpu(),
             guest: None,
             outcome: None,
-            resolver: None,
+            is_asking: false,
             shared,
             vmm,
             ram,
@@ -471,7 +471,8 @@ impl<'ram> Driver<'ram> {
             Event::Cancel => {
                 self.tell(SourceEvent::Cancel { reason: "cancelled by its owner".to_owned() });
             }
-            Event::Resolve { answer } => self.ask_fate(answer),
+            Event::Resolve => self.ask_fate(),
+            Event::Asked(answer) => self.on_answer(answer),
         }
     }
 

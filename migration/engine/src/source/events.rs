@@ -1,7 +1,6 @@
 //! What other threads tell the source's driver.
 
-use crate::VmmError;
-use crossbeam_channel::Sender;
+use martlet_wire::control::Answer;
 
 #[derive(Debug)]
 pub(super) enum Event {
@@ -14,5 +13,7 @@ pub(super) enum Event {
     /// The owner wants the guest to stay.
     Cancel,
     /// The owner wants an undecided migration settled.
-    Resolve { answer: Sender<Result<(), VmmError>> },
+    Resolve,
+    /// What the destination said of an undecided migration, or why it said nothing.
+    Asked(Result<Answer, String>),
 }

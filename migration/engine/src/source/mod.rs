@@ -7,7 +7,7 @@ mod query;
 mod shared;
 mod switchover;
 
-use crate::report::{Progress, Report};
+use crate::report::{Progress, Report, Status};
 use crate::{SourceVmm, VmmError, host};
 use driver::Start;
 use events::Event;
@@ -76,7 +76,7 @@ pub struct Migration {
 }
 
 /// How long [`Migration::resolve`] waits for the driver, which asks the destination.
-const RESOLVE_PATIENCE: Duration = Duration::from_secs(60);
+const RESOLVE_MAX: Duration = Duration::from_secs(60);
 
 impl Migration {
     /// Starts moving `vmm`'s guest to `to`. Returns at once; what goes wrong later shows in the
@@ -131,20 +131,13 @@ impl Migration {
         self.shared.wait(timeout)
     }
 
-    /// Settles an undecided migration by asking the destination. On `Ok`, [`Migration::progress`]
-    /// says `Completed` or `Failed` (the guest runs here again). `Err` says why it is still open.
-    pub fn resolve(&self) -> Result<(), VmmError> {
-        let error = |reason: &str| VmmError {
-            action: "resolve the migration".to_owned(),
-            reason: reason.to_owned(),
-        };
-        if self.shared.status() != crate::Status::Undecided {
-            return Err(error("it is not undecided"));
-        }
-        let (answer, settled) = crossbeam_channel::bounded(1);
-        self.shared.events.post(Event::Resolve { answer });
-        settled
-            .recv_timeout(RESOLVE_PATIENCE)
-            .unwrap_or_else(|_| Err(error("the destination did not answer in time")))
+    /// Says what became of a migration that is over; if that is undecided, asks the destination
+    /// first. `Ok` is `Completed` (the guest has left), `Failed` or `Cancelled` (it is here). `Err`
+    /// says why it is still open. Several at once get the same answer.
+    pub fn resolve(&self) -> Result<Status, VmmError> {
+        let ask = || self.shared.events.post(Event::Resolve);
+        self.shared
+            .wait_settled(RESOLVE_MAX, ask)
+            .map_err(|reason| VmmError { action: "resolve the migration".to_owned(), reason })
     }
 }

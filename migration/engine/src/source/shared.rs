@@ -17,6 +17,10 @@ pub(super) struct Shared {
 struct Inner {
     progress: Progress,
     report: Option<Report>,
+    /// How often an undecided migration's question was answered, in whatever way.
+    answers: u64,
+    /// Why the last of them settled nothing, if the destination was not even heard.
+    unanswered: Option<String>,
     downtime_limit: Duration,
     rdma: Option<RdmaUse>,
 }
@@ -44,7 +48,14 @@ impl Shared {
         Ok(Shared {
             events: Mailbox::new()?,
             started,
-            inner: Mutex::new(Inner { progress, report: None, downtime_limit, rdma: None }),
+            inner: Mutex::new(Inner {
+                progress,
+                report: None,
+                answers: 0,
+                unanswered: None,
+                downtime_limit,
+                rdma: None,
+            }),
             changed: Condvar::new(),
         })
     }
@@ -112,8 +123,53 @@ impl Shared {
         inner.progress.elapsed = report.total;
         inner.progress.error.clone_from(&report.error);
         inner.report = Some(report);
+        inner.answers += 1;
+        inner.unanswered = None;
         drop(inner);
         self.changed.notify_all();
+    }
+
+    /// The destination of an undecided migration could not be asked.
+    pub(super) fn note_unanswered(&self, reason: String) {
+        let mut inner = self.lock();
+        inner.answers += 1;
+        inner.unanswered = Some(reason);
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// Waits until the migration is settled, or the question that `ask` poses is answered. Any
+    /// number may wait at once, and get the same answer. The error says why it is still open.
+    pub(super) fn wait_settled(
+        &self,
+        timeout: Duration,
+        ask: impl FnOnce(),
+    ) -> Result<Status, String> {
+        let deadline = std::time::Instant::now() + timeout;
+        let mut inner = self.lock();
+        let before = inner.answers;
+        if inner.progress.status == Status::Undecided {
+            drop(inner);
+            ask();
+            inner = self.lock();
+        }
+        loop {
+            match inner.progress.status {
+                Status::Undecided if inner.answers == before => {}
+                Status::Undecided => {
+                    let reason = inner.unanswered.as_ref().or(inner.progress.error.as_ref());
+                    return Err(reason.cloned().unwrap_or_else(|| "no reason given".to_owned()));
+                }
+                status if status.is_final() => return Ok(status),
+                _ => return Err("the migration is still under way".to_owned()),
+            }
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return Err("the destination did not answer in time".to_owned());
+            }
+            let waited = self.changed.wait_timeout(inner, left);
+            inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     pub(super) fn wait(&self, timeout: Duration) -> Option<Report> {

@@ -2,13 +2,15 @@
 
 use super::Driver;
 use crate::report::{Outcome, Phases, Report, Status};
+use crate::source::events::Event;
 use crate::source::query;
 use crate::source::switchover::{self, Remote};
-use crate::{VmmError, chain, host};
-use crossbeam_channel::Sender;
+use crate::{chain, host};
 use martlet_protocol::{Failure, SourceEvent, SourceOutcome};
 use martlet_transport::monotonic_now;
 use martlet_units::ByteCount;
+use martlet_wire::control::Answer;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tracing::info;
@@ -118,31 +120,28 @@ impl Driver<'_> {
             if self.outcome.is_some() {
                 self.finish();
             }
-            if let Some(resolver) = self.resolver.take() {
-                let _ = resolver.send(self.resolution());
-            }
         }
     }
 
-    pub(super) fn ask_fate(&mut self, answer: Sender<Result<(), VmmError>>) {
-        match query::ask(&self.to, self.migration) {
-            Ok(fate) => {
-                self.resolver = Some(answer);
-                self.tell(SourceEvent::Fate(fate));
-            }
-            Err(reason) => {
-                let _ = answer.send(Err(unresolved(reason)));
-            }
+    /// Asks the destination, on a thread of its own: its late word on the control connection
+    /// counts as much, and is heard meanwhile.
+    pub(super) fn ask_fate(&mut self) {
+        if self.is_asking {
+            return;
+        }
+        let (to, migration, shared) = (self.to.clone(), self.migration, Arc::clone(&self.shared));
+        let ask = move || shared.events.post(Event::Asked(query::ask(&to, migration)));
+        match host::spawn("martlet-query", ask) {
+            Ok(_) => self.is_asking = true,
+            Err(error) => self.shared.note_unanswered(format!("cannot start a thread: {error}")),
         }
     }
 
-    fn resolution(&self) -> Result<(), VmmError> {
-        match self.shared.progress(monotonic_now()) {
-            progress if progress.status == Status::Undecided => {
-                let reason = progress.error.unwrap_or_else(|| "still undecided".to_owned());
-                Err(unresolved(reason))
-            }
-            _ => Ok(()),
+    pub(super) fn on_answer(&mut self, answer: Result<Answer, String>) {
+        self.is_asking = false;
+        match answer {
+            Ok(fate) => self.tell(SourceEvent::Fate(fate)),
+            Err(reason) => self.shared.note_unanswered(reason),
         }
     }
 
@@ -151,8 +150,4 @@ impl Driver<'_> {
         self.tracker = None;
         self.vmm.moved_away();
     }
-}
-
-fn unresolved(reason: String) -> VmmError {
-    VmmError { action: "resolve the migration".to_owned(), reason }
 }

@@ -1,0 +1,190 @@
+//! A migration whose connection breaks at the commit: what `resolve` says, and to how many.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
+
+#[allow(dead_code, reason = "other tests use the rest")]
+mod fake;
+
+use fake::{FakeFactory, FakeVmm};
+use martlet_engine::{MigrateOptions, Migration, Receiver, Status};
+use martlet_transport::Address;
+use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader, Kind};
+use martlet_wire::hello::{HELLO_BYTES, Hello, Role};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// Longer than anything takes on a busy host.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What becomes of the commit.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Commit {
+    /// The connection breaks before it.
+    Lost,
+    /// It gets there, and no word comes back.
+    Unanswered,
+}
+
+/// Stands between the two sides, breaks the control connection at the commit, and holds queries
+/// back until they are let through.
+struct Proxy {
+    to: (String, u16),
+    commit: Commit,
+    queries: Mutex<(bool, u32)>,
+    changed: Condvar,
+}
+
+impl Proxy {
+    fn start(to: &Address, commit: Commit) -> (Arc<Proxy>, Address) {
+        let Address::Tcp { host, port } = to.clone() else { panic!("{to}") };
+        let proxy = Arc::new(Proxy {
+            to: (host, port),
+            commit,
+            queries: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let ours = Arc::clone(&proxy);
+        thread::spawn(move || {
+            for client in listener.incoming().flatten() {
+                let proxy = Arc::clone(&ours);
+                thread::spawn(move || proxy.serve(client));
+            }
+        });
+        (proxy, Address::Tcp { host: "127.0.0.1".to_owned(), port })
+    }
+
+    fn let_queries_through(&self) {
+        self.queries.lock().unwrap().0 = true;
+        self.changed.notify_all();
+    }
+
+    fn serve(&self, mut client: TcpStream) {
+        let mut hello = [0; HELLO_BYTES];
+        if client.read_exact(&mut hello).is_err() {
+            return;
+        }
+        let role = Hello::parse(&hello).unwrap().role;
+        if role == Role::QUERY {
+            let mut queries = self.queries.lock().unwrap();
+            queries.1 += 1;
+            self.changed.notify_all();
+            drop(self.changed.wait_while(queries, |queries| !queries.0).unwrap());
+        }
+        let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
+        for end in [&client, &server] {
+            end.set_nodelay(true).unwrap();
+        }
+        server.write_all(&hello).unwrap();
+        if role == Role::CONTROL {
+            return self.pass_until_commit(client, server);
+        }
+        let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+        let answers = thread::spawn(move || pass(back, out, &AtomicBool::new(false)));
+        pass(client, server, &AtomicBool::new(false));
+        let _ = answers.join();
+    }
+
+    fn pass_until_commit(&self, mut client: TcpStream, mut server: TcpStream) {
+        let cut = Arc::new(AtomicBool::new(false));
+        let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+        let is_cut = Arc::clone(&cut);
+        let answers = thread::spawn(move || pass(back, out, &is_cut));
+        let mut frame = vec![0; FRAME_HEADER_BYTES];
+        while client.read_exact(&mut frame[..FRAME_HEADER_BYTES]).is_ok() {
+            let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
+            frame.resize(FRAME_HEADER_BYTES + header.body_bytes(), 0);
+            if client.read_exact(&mut frame[FRAME_HEADER_BYTES..]).is_err() {
+                break;
+            }
+            let is_commit = header.kind() == Kind::COMMIT;
+            cut.fetch_or(is_commit, Ordering::SeqCst);
+            let is_lost = is_commit && self.commit == Commit::Lost;
+            if is_lost || server.write_all(&frame).is_err() || is_commit {
+                break;
+            }
+            frame.resize(FRAME_HEADER_BYTES, 0);
+        }
+        let _ = client.shutdown(Shutdown::Both);
+        if self.commit == Commit::Lost {
+            let _ = server.shutdown(Shutdown::Both);
+        }
+        let _ = answers.join();
+    }
+}
+
+/// Copies one way until an end; what comes once it is cut goes nowhere.
+fn pass(mut from: TcpStream, mut to: TcpStream, is_cut: &AtomicBool) {
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(got) = from.read(&mut buffer) {
+        let lost = is_cut.load(Ordering::SeqCst);
+        if got == 0 || !lost && to.write_all(&buffer[..got]).is_err() {
+            break;
+        }
+    }
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+struct Undecided {
+    source: Arc<FakeVmm>,
+    migration: Migration,
+    proxy: Arc<Proxy>,
+    _receiver: Receiver,
+}
+
+/// A guest whose migration broke at the commit.
+fn undecided(commit: Commit) -> Undecided {
+    let factory = Arc::new(FakeFactory::default());
+    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory).unwrap();
+    let (proxy, to) = Proxy::start(&receiver.address(), commit);
+    let source = FakeVmm::booted();
+    let vmm = Arc::<FakeVmm>::clone(&source);
+    let migration = Migration::start(vmm, &to, MigrateOptions::default()).unwrap();
+    let report = migration.wait(LIMIT).expect("it is over");
+    assert_eq!(report.outcome, martlet_engine::Outcome::Undecided, "{report:?}");
+    assert!(!source.is_running());
+    Undecided { source, migration, proxy, _receiver: receiver }
+}
+
+/// Asks from three threads at once; the destination hears of it only when all of them wait.
+fn resolve_thrice(pair: &Undecided) -> Vec<Result<Status, String>> {
+    let asked: Vec<_> = (0..3)
+        .map(|_| {
+            let migration = pair.migration.clone();
+            thread::spawn(move || migration.resolve().map_err(|error| error.to_string()))
+        })
+        .collect();
+    // Until the first question is on its way. The others may come before or after the answer.
+    let queries = pair.proxy.queries.lock().unwrap();
+    drop(pair.proxy.changed.wait_timeout_while(queries, LIMIT, |queries| queries.1 == 0).unwrap());
+    pair.proxy.let_queries_through();
+    asked.into_iter().map(|asked| asked.join().unwrap()).collect()
+}
+
+#[test]
+fn a_guest_that_never_left_runs_here_and_everybody_who_asked_is_told() {
+    let pair = undecided(Commit::Lost);
+    for answer in resolve_thrice(&pair) {
+        assert_eq!(answer, Ok(Status::Failed));
+    }
+    assert!(pair.source.is_running());
+    assert_eq!(pair.migration.progress().status, Status::Failed);
+    assert_eq!(pair.migration.resolve().unwrap(), Status::Failed, "the same for who asks later");
+    pair.source.quit();
+}
+
+#[test]
+fn a_guest_that_left_is_said_to_have_left() {
+    let pair = undecided(Commit::Unanswered);
+    for answer in resolve_thrice(&pair) {
+        assert_eq!(answer, Ok(Status::Completed));
+    }
+    assert!(!pair.source.is_running() && !pair.source.holds_permit());
+    pair.source.quit();
+}
