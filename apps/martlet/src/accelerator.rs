@@ -204,7 +204,7 @@ mod tests {
             let mut expected = ChunkBits::FULL;
             expected.clear(u32::try_from(at / 8 / PAGE_SIZE).unwrap());
             for (name, finder) in &mut finders {
-                let chunk = Chunk { region: RegionIndex(0), first_page: 0, bits: ChunkBits::FULL };
+                let chunk = Chunk::new(&ram, RegionIndex(0), 0, ChunkBits::FULL).unwrap();
                 finder.submit(chunk);
                 let found = finder.collect();
                 assert_eq!(found, Some((chunk, expected)), "{name}, bit {at}");

@@ -90,17 +90,18 @@ impl<'ram> PageBatch<'ram> {
     /// # Panics
     /// If the chunk is not of this batch's memory.
     pub fn push_chunk(&mut self, chunk: &mut Chunk, zero: &ChunkBits) -> Pushed {
+        assert!(chunk.is_of(self.ram), "{chunk:?} is of other memory");
         let mut from = 0;
-        while let Some(bit) = chunk.bits.next_set(from) {
+        while let Some(bit) = chunk.bits().next_set(from) {
             if self.payload + PAGE > self.payload_max {
                 return Pushed::Full;
             }
-            let page = chunk.first_page + u64::from(bit);
+            let page = chunk.first_page() + u64::from(bit);
             let kind = if zero.get(bit) { RunKind::Zero } else { RunKind::Data };
-            if !self.append(chunk.region, page, kind) {
+            if !self.append(chunk.region(), page, kind) {
                 return Pushed::Full;
             }
-            chunk.bits.clear(bit);
+            chunk.clear(bit);
             from = bit + 1;
         }
         Pushed::All
@@ -151,26 +152,34 @@ impl<'ram> PageBatch<'ram> {
 
     /// Adds a page to the last run or as a new one; false if there is no room for a new one.
     fn append(&mut self, region: RegionIndex, page: u64, kind: RunKind) -> bool {
+        let has_room = self.runs.len() < RUNS_MAX;
         let last = self.runs.last_mut().filter(|run| {
             run.region == region
                 && run.kind == kind
                 && run.first_page + u64::from(run.count) == page
                 && run.count < u32::MAX
         });
-        let merged = last.map(|run| run.count += 1).is_some();
-        if !merged {
-            if self.runs.len() == RUNS_MAX {
-                return false;
+        let (run, merged) = match last {
+            Some(run) => {
+                run.count += 1;
+                (*run, true)
             }
-            self.runs.push(Run { region, kind, first_page: page, count: 1 });
-        }
+            None if has_room => {
+                let run = Run { region, kind, first_page: page, count: 1 };
+                self.runs.push(run);
+                (run, false)
+            }
+            None => return false,
+        };
         match kind {
             RunKind::Zero => self.zero_pages += 1,
             RunKind::Data => {
                 self.payload += PAGE;
+                let memory = self.ram.slice(region, run.first_page, run.count);
+                let memory = memory.expect("the chunk is of this memory");
                 match self.slices.last_mut() {
-                    Some(slice) if merged => slice.grow(PAGE),
-                    _ => self.slices.push(self.ram.slice(region, page, 1).expect("page is here")),
+                    Some(slice) if merged => *slice = memory,
+                    _ => self.slices.push(memory),
                 }
             }
         }

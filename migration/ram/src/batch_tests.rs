@@ -2,22 +2,18 @@ use super::*;
 use crate::tests::{regions, write_page};
 use crate::{CHUNK_PAGES, ChunkBits, ZeroCheck};
 use proptest::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 const LENGTHS: [u64; 2] = [CHUNK_PAGES * 3 + 70, 90];
 
-fn chunks(pages: &BTreeSet<(u16, u64)>) -> Vec<Chunk> {
-    let mut chunks: Vec<Chunk> = Vec::new();
+fn chunks(ram: &GuestRam, pages: &BTreeSet<(u16, u64)>) -> Vec<Chunk> {
+    let mut chunks: BTreeMap<(u16, u64), ChunkBits> = BTreeMap::new();
     for (region, page) in pages {
-        let first_page = page - page % CHUNK_PAGES;
-        let region = RegionIndex(*region);
-        if chunks.last().is_none_or(|c| (c.region, c.first_page) != (region, first_page)) {
-            chunks.push(Chunk { region, first_page, bits: ChunkBits::EMPTY });
-        }
-        let bit = u32::try_from(page - first_page).unwrap();
-        chunks.last_mut().unwrap().bits.set(bit);
+        let bits = chunks.entry((*region, page / CHUNK_PAGES)).or_default();
+        bits.set(u32::try_from(page % CHUNK_PAGES).unwrap());
     }
-    chunks
+    let chunk = |((region, index), bits)| Chunk::new(ram, RegionIndex(region), index, bits);
+    chunks.into_iter().map(|chunk_of| chunk(chunk_of).unwrap()).collect()
 }
 
 fn check_batch(ram: &GuestRam, batch: &PageBatch<'_>) {
@@ -64,7 +60,7 @@ fn send(ram: &GuestRam, chunks: Vec<Chunk>, limit: ByteCount) -> Vec<(u16, u64, 
             assert!(batch.is_full(), "called full too early");
             flush(&mut batch);
         }
-        assert!(chunk.bits.is_empty());
+        assert!(chunk.bits().is_empty());
     }
     flush(&mut batch);
     assert_eq!(capacity, (batch.runs.capacity(), batch.slices.capacity()), "it allocated");
@@ -88,7 +84,7 @@ proptest! {
     ) {
         let ram = regions(&LENGTHS);
         full.iter().for_each(|(region, page)| write_page(&ram, *region, *page, 1));
-        let sent = send(&ram, chunks(&wanted), ByteCount(limit_pages * PAGE_SIZE + 17));
+        let sent = send(&ram, chunks(&ram, &wanted), ByteCount(limit_pages * PAGE_SIZE + 17));
         let expected: Vec<_> = wanted
             .iter()
             .map(|(region, page)| {
@@ -106,11 +102,7 @@ fn a_full_stretch_is_one_run_across_chunks() {
     let ram = regions(&[CHUNK_PAGES * 3]);
     (0..CHUNK_PAGES * 2).for_each(|page| write_page(&ram, 0, page, 1));
     let mut batch = PageBatch::new(&ram);
-    let chunk = |index| Chunk {
-        region: RegionIndex(0),
-        first_page: index * CHUNK_PAGES,
-        bits: ChunkBits::FULL,
-    };
+    let chunk = |index| Chunk::new(&ram, RegionIndex(0), index, ChunkBits::FULL).unwrap();
     let none = ChunkBits::EMPTY;
     assert_eq!(batch.push_chunk(&mut chunk(0), &none), Pushed::All);
     assert!(!batch.is_full());
@@ -134,7 +126,7 @@ fn a_run_too_many_waits_for_the_next_batch() {
     let ram = regions(&[CHUNK_PAGES * 2]);
     (0..CHUNK_PAGES * 2).step_by(2).for_each(|page| write_page(&ram, 0, page, 1));
     let all: BTreeSet<_> = (0..CHUNK_PAGES * 2).map(|page| (0, page)).collect();
-    let sent = send(&ram, chunks(&all), BYTES_MAX);
+    let sent = send(&ram, chunks(&ram, &all), BYTES_MAX);
     assert_eq!(sent.len() as u64, CHUNK_PAGES * 2);
 }
 
@@ -143,9 +135,18 @@ fn runs_end_with_their_region() {
     let ram = regions(&[10, 20]);
     let mut batch = PageBatch::new(&ram);
     for (region, page) in [(0, 9), (1, 10)] {
-        let mut chunk = chunks(&BTreeSet::from([(region, page)]))[0];
+        let mut chunk = chunks(&ram, &BTreeSet::from([(region, page)]))[0];
         assert_eq!(batch.push_chunk(&mut chunk, &ChunkBits::FULL), Pushed::All);
     }
     let runs: Vec<_> = batch.runs().iter().map(|run| (run.region.0, run.first_page)).collect();
     assert_eq!(runs, [(0, 9), (1, 10)]);
+}
+
+#[test]
+#[should_panic(expected = "is of other memory")]
+fn a_chunk_of_other_memory_is_refused_whole() {
+    // Its first page is here, and its last one is not.
+    let (ram, larger) = (regions(&[3]), regions(&[CHUNK_PAGES]));
+    let mut chunk = Chunk::new(&larger, RegionIndex(0), 0, ChunkBits::FULL).unwrap();
+    PageBatch::new(&ram).push_chunk(&mut chunk, &ChunkBits::EMPTY);
 }

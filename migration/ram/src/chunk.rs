@@ -1,6 +1,6 @@
 //! Chunks: 512 pages of one region, and which of them are meant.
 
-use crate::{CHUNK_PAGES, RegionIndex};
+use crate::{CHUNK_PAGES, GuestRam, RamRegion, RegionIndex};
 use core::ops::Range;
 use martlet_bitmap::WORD_BITS;
 
@@ -55,6 +55,12 @@ impl ChunkBits {
         (page < PAGES).then_some(page)
     }
 
+    /// The number behind the highest page; 0 if there is none.
+    fn end(&self) -> u32 {
+        let last = (0..PAGES / WORD).rev().find(|word| self.0[*word as usize] != 0);
+        last.map_or(0, |word| (word + 1) * WORD - self.0[word as usize].leading_zeros())
+    }
+
     /// The maximal runs of pages, ascending.
     pub fn runs(&self) -> impl Iterator<Item = Range<u32>> {
         let bits = *self;
@@ -82,18 +88,66 @@ impl ChunkBits {
     }
 }
 
-/// Pages of one region that are to be sent, all within one aligned group of [`CHUNK_PAGES`].
+/// Pages of one region that are to be sent, all within one aligned group of [`CHUNK_PAGES`]. Made
+/// for a layout, and never names a page outside of it; whoever works on memory of another layout
+/// refuses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// The region.
-    pub region: RegionIndex,
-    /// Page number in the region of the chunk's bit 0; a multiple of [`CHUNK_PAGES`].
-    pub first_page: u64,
-    /// Which pages are meant. Bits past the end of the region are never set.
-    pub bits: ChunkBits,
+    region: RegionIndex,
+    first_page: u64,
+    bits: ChunkBits,
 }
 
 impl Chunk {
+    /// Chunk number `index` of a region; bit 0 of `bits` is its page `index * CHUNK_PAGES`. `None`
+    /// if there is no such region, or a page would lie behind its end.
+    pub fn new(ram: &GuestRam, region: RegionIndex, index: u64, bits: ChunkBits) -> Option<Chunk> {
+        Chunk::within(ram.region(region)?.pages(), region, index, bits)
+    }
+
+    /// As [`Chunk::new`], for a region that has `pages` pages.
+    pub(crate) fn within(
+        pages: u64,
+        region: RegionIndex,
+        index: u64,
+        bits: ChunkBits,
+    ) -> Option<Chunk> {
+        let first_page = index.checked_mul(CHUNK_PAGES)?;
+        let chunk = Chunk { region, first_page, bits };
+        (chunk.end_page()? <= pages).then_some(chunk)
+    }
+
+    /// Whether all its pages are in this memory.
+    pub fn is_of(&self, ram: &GuestRam) -> bool {
+        let pages = ram.region(self.region).map(RamRegion::pages);
+        pages.zip(self.end_page()).is_some_and(|(pages, end)| end <= pages)
+    }
+
+    /// The region.
+    pub fn region(&self) -> RegionIndex {
+        self.region
+    }
+
+    /// Page number in the region of the chunk's bit 0; a multiple of [`CHUNK_PAGES`].
+    pub fn first_page(&self) -> u64 {
+        self.first_page
+    }
+
+    /// Which pages are meant.
+    pub fn bits(&self) -> &ChunkBits {
+        &self.bits
+    }
+
+    /// Takes a page out; see [`ChunkBits::clear`].
+    pub(crate) fn clear(&mut self, page: u32) {
+        self.bits.clear(page);
+    }
+
+    /// The number behind the last page that is meant.
+    fn end_page(&self) -> Option<u64> {
+        self.first_page.checked_add(u64::from(self.bits.end()))
+    }
+
     /// The chunk's number in its region.
     pub fn index(&self) -> u64 {
         self.first_page / CHUNK_PAGES
@@ -147,6 +201,7 @@ mod tests {
             let left: BTreeSet<u32> = pages.difference(&gone).copied().collect();
             prop_assert_eq!(bits.count() as usize, left.len());
             prop_assert_eq!(bits.is_empty(), left.is_empty());
+            prop_assert_eq!(bits.end(), left.last().map_or(0, |page| page + 1));
             prop_assert_eq!(bits.runs().flatten().collect::<BTreeSet<_>>(), left.clone());
             for page in 0..PAGES {
                 prop_assert_eq!(bits.get(page), left.contains(&page));
@@ -155,6 +210,25 @@ mod tests {
             let runs: Vec<_> = bits.runs().collect();
             prop_assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start), "not maximal");
         }
+    }
+
+    #[test]
+    fn a_chunk_outside_of_the_memory_cannot_be_made() {
+        let ram = crate::tests::regions(&[CHUNK_PAGES + 3, 10]);
+        let bits = |page| {
+            let mut bits = ChunkBits::EMPTY;
+            bits.set(page);
+            bits
+        };
+        let new = |region, index, bits| Chunk::new(&ram, RegionIndex(region), index, bits);
+        assert!(new(0, 0, ChunkBits::FULL).is_some());
+        assert!(new(0, 1, bits(2)).is_some());
+        assert!(new(0, 1, bits(3)).is_none());
+        assert!(new(0, 1, ChunkBits::FULL).is_none());
+        assert!(new(0, u64::MAX, bits(0)).is_none());
+        assert!(new(0, u64::MAX / CHUNK_PAGES, bits(511)).is_none());
+        assert!(new(1, 0, bits(10)).is_none());
+        assert!(new(2, 0, ChunkBits::EMPTY).is_none());
     }
 
     #[test]

@@ -91,13 +91,14 @@ impl Chunk {
     /// # Panics
     /// If the chunk is not of this memory.
     pub fn zero_pages(&self, ram: &GuestRam, check: &ZeroCheck) -> ChunkBits {
-        let region = ram.region(self.region).expect("a chunk of this guest");
-        let past_end = self.bits.next_set(0).is_some()
-            && self.runs().last().is_some_and(|run| run.end > region.pages());
-        assert!(!past_end, "a chunk's pages are in its region");
-        // SAFETY: the pages of `bits` are in the region's mapping, which lives as long as the
-        // region, which `ram` keeps.
-        unsafe { check.zero_pages(region.host_ptr(self.first_page), &self.bits) }
+        assert!(self.is_of(ram), "{self:?} is of other memory");
+        let base = match ram.region(self.region()) {
+            Some(region) if !self.bits().is_empty() => region.host_ptr(self.first_page()),
+            _ => return ChunkBits::EMPTY,
+        };
+        // SAFETY: the pages of `bits` are in the region's mapping, as asserted, which lives as
+        // long as the region, which `ram` keeps.
+        unsafe { check.zero_pages(base, self.bits()) }
     }
 }
 
@@ -115,10 +116,9 @@ mod tests {
         }
         let mut finder = CpuFinders(ZeroCheck::detect()).open(&ram, 0).unwrap();
         assert_eq!((finder.depth(), finder.collect()), (1, None));
-        let mut chunk = Chunk { region: RegionIndex(0), first_page: 512, bits: ChunkBits::EMPTY };
-        for page in [0, 1, 88, 187] {
-            chunk.bits.set(page);
-        }
+        let mut bits = ChunkBits::EMPTY;
+        [0, 1, 88, 187].into_iter().for_each(|page| bits.set(page));
+        let chunk = Chunk::new(&ram, RegionIndex(0), 1, bits).unwrap();
         finder.submit(chunk);
         assert_eq!(finder.pending(), 1);
         let (same, zero) = finder.collect().unwrap();

@@ -1,7 +1,7 @@
 //! Walks the dirty bitmap and hands out what is to be sent.
 
 use crate::chunk::CHUNK_WORDS;
-use crate::{CHUNK_PAGES, Chunk, ChunkBits, DirtySource, RamBitmap, RegionIndex, TrackError};
+use crate::{Chunk, ChunkBits, DirtySource, RamBitmap, RegionIndex, TrackError};
 use martlet_bitmap::WORD_BITS;
 use martlet_units::PageCount;
 use std::sync::Arc;
@@ -40,6 +40,8 @@ struct Window {
     start: usize,
     /// How many of `words` are in use.
     len: usize,
+    /// Pages of the region.
+    pages: u64,
     /// Next one to hand out; a multiple of [`CHUNK_WORDS`].
     next: usize,
 }
@@ -47,8 +49,8 @@ struct Window {
 impl Scanner {
     /// A scanner with its cursor at the start.
     pub fn new(dirty: Arc<RamBitmap>) -> Scanner {
-        let window =
-            Window { words: [0; WINDOW_WORDS], region: RegionIndex(0), start: 0, len: 0, next: 0 };
+        let words = [0; WINDOW_WORDS];
+        let window = Window { words, region: RegionIndex(0), start: 0, len: 0, pages: 0, next: 0 };
         Scanner { dirty, region: 0, word: 0, window, handed_out: 0 }
     }
 
@@ -125,7 +127,8 @@ impl Scanner {
             for (offset, word) in self.window.words[..len].iter_mut().enumerate() {
                 *word = bitmap.take_word(start + offset);
             }
-            (self.window.region, self.window.start) = (region, start);
+            (self.window.region, self.window.pages) = (region, bitmap.pages());
+            self.window.start = start;
             (self.window.len, self.window.next) = (len, 0);
             self.word = start + len;
             return true;
@@ -157,9 +160,10 @@ impl Window {
             let mut bits = ChunkBits::EMPTY;
             bits.0.copy_from_slice(words);
             words.fill(0);
-            let first_page = first_word as u64 * WORD_BITS;
-            assert!(first_page.is_multiple_of(CHUNK_PAGES));
-            return Some(Chunk { region: self.region, first_page, bits });
+            assert!(first_word.is_multiple_of(CHUNK_WORDS), "a window begins with a chunk");
+            let index = (first_word / CHUNK_WORDS) as u64;
+            let chunk = Chunk::within(self.pages, self.region, index, bits);
+            return Some(chunk.expect("a bitmap has no bit behind its region's end"));
         }
         None
     }

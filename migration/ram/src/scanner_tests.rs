@@ -1,4 +1,5 @@
 use super::*;
+use crate::CHUNK_PAGES;
 use crate::GuestRam;
 use crate::tests::regions;
 use proptest::prelude::*;
@@ -64,7 +65,7 @@ fn pages_of(region: u16, first_page: u64, words: &[u64]) -> Vec<Page> {
 }
 
 fn chunk_pages(chunk: &Chunk) -> Vec<Page> {
-    chunk.runs().flatten().map(|page| (chunk.region.0, page)).collect()
+    chunk.runs().flatten().map(|page| (chunk.region().0, page)).collect()
 }
 
 const LENGTHS: [u64; 4] = [1, 700, 64, WINDOW_PAGES + 1337];
@@ -101,8 +102,8 @@ proptest! {
 
         let mut seen = Vec::new();
         while let Some(chunk) = scanner.next(&mut guest).unwrap() {
-            prop_assert!(!chunk.bits.is_empty());
-            prop_assert!(chunk.first_page.is_multiple_of(CHUNK_PAGES));
+            prop_assert!(!chunk.bits().is_empty());
+            prop_assert!(chunk.first_page().is_multiple_of(CHUNK_PAGES));
             for page in chunk_pages(&chunk) {
                 prop_assert!(!guest.log.contains(&page), "{:?} is not rearmed", page);
                 seen.push(page);
@@ -186,10 +187,10 @@ fn pages_set_behind_the_cursor_wait_and_those_ahead_join() {
     guest.write((0, 0));
     guest.write((0, 3 * WINDOW_PAGES));
     guest.sync(&bitmap).unwrap();
-    let chunk = scanner.next(&mut guest).unwrap().map(|chunk| chunk.first_page);
+    let chunk = scanner.next(&mut guest).unwrap().map(|chunk| chunk.first_page());
     assert_eq!(chunk, Some(3 * WINDOW_PAGES));
     assert!(scanner.next(&mut guest).unwrap().is_none(), "the round is over");
-    let chunk = scanner.next(&mut guest).unwrap().map(|chunk| chunk.first_page);
+    let chunk = scanner.next(&mut guest).unwrap().map(|chunk| chunk.first_page());
     assert_eq!(chunk, Some(0));
 }
 

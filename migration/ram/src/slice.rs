@@ -80,12 +80,6 @@ impl<'ram> RawSlice<'ram> {
         self.start = unsafe { self.start.add(bytes) };
         self.bytes -= bytes;
     }
-
-    /// Makes it longer by the `bytes` behind it, which the caller knows to be guest memory of the
-    /// same region.
-    pub(crate) fn grow(&mut self, bytes: usize) {
-        self.bytes += bytes;
-    }
 }
 
 impl fmt::Debug for RawSlice<'_> {

@@ -17,10 +17,10 @@ fn fill(ram: &GuestRam, page: u64, byte: u8) {
     assert_eq!(file, Ok(4096));
 }
 
-fn chunk(pages: &[u32]) -> Chunk {
+fn chunk(ram: &GuestRam, pages: &[u32]) -> Chunk {
     let mut bits = ChunkBits::EMPTY;
     pages.iter().for_each(|page| bits.set(*page));
-    Chunk { region: RegionIndex(0), first_page: 0, bits }
+    Chunk::new(ram, RegionIndex(0), 0, bits).unwrap()
 }
 
 fn pair() -> (Stream, Stream) {
@@ -51,7 +51,7 @@ fn pages_arrive_where_they_were() {
     let mut sender = PageSender::new(here);
     let mut batch = PageBatch::new(&source);
     let mut send = |sender: &mut PageSender, pages: &[u32], round| {
-        let mut chunk = chunk(pages);
+        let mut chunk = chunk(&source, pages);
         let zero = chunk.zero_pages(&source, &ZeroCheck::detect());
         assert_eq!(batch.push_chunk(&mut chunk, &zero), martlet_ram::Pushed::All);
         sender.send(round, &batch).unwrap();
@@ -121,7 +121,7 @@ fn long_runs_and_short_ones_find_their_places() {
     let mut batch = PageBatch::new(&source);
     // The second time all pages are there already, so no run goes to the file.
     for round in 0..2 {
-        let mut all = chunk(&pages);
+        let mut all = chunk(&source, &pages);
         let zero = all.zero_pages(&source, &ZeroCheck::detect());
         assert_eq!(batch.push_chunk(&mut all, &zero), martlet_ram::Pushed::All);
         sender.send(round, &batch).unwrap();

@@ -134,7 +134,7 @@ impl ZeroFinder for DsaFinder {
     }
 
     fn submit(&mut self, chunk: Chunk) {
-        let region = self.ram.region(chunk.region).expect("a chunk of this guest");
+        let region = self.ram.region(chunk.region()).expect("a chunk of this guest");
         self.runs.clear();
         for run in chunk.runs() {
             assert!(run.end <= region.pages(), "a chunk's pages are in its region");
@@ -158,11 +158,11 @@ impl ZeroFinder for DsaFinder {
 
 /// From places among the pages that were asked for to places in the chunk.
 fn spread(chunk: &Chunk, zero: &ZeroPages) -> ChunkBits {
-    if chunk.bits == ChunkBits::FULL {
+    if *chunk.bits() == ChunkBits::FULL {
         return ChunkBits(*zero.words());
     }
     let mut bits = ChunkBits::EMPTY;
-    for (place, page) in (0..zero.pages()).zip(chunk.bits.runs().flatten()) {
+    for (place, page) in (0..zero.pages()).zip(chunk.bits().runs().flatten()) {
         if zero.is_zero(place) {
             bits.set(page);
         }

@@ -118,7 +118,7 @@ fn measure(method: &Method, ram: &Arc<GuestRam>, zero: u8) -> Result<RowJson, Fa
     let (mut time, mut cpu) = (Duration::MAX, Duration::MAX);
     for _ in 0..PASSES {
         let (begin, cpu_begin) = (Instant::now(), process_cpu());
-        let found = pass(finder.as_mut(), &mut latencies);
+        let found = pass(finder.as_mut(), ram, &mut latencies);
         let (took, cpu_took) = (begin.elapsed(), process_cpu().saturating_sub(cpu_begin));
         (time, cpu) = (time.min(took), cpu.min(cpu_took));
         let expected = (0..region.pages()).filter(|p| p * 37 % 100 < u64::from(zero)).count();
@@ -149,7 +149,7 @@ fn measure(method: &Method, ram: &Arc<GuestRam>, zero: u8) -> Result<RowJson, Fa
 }
 
 /// All chunks once, as a lane does it; how many pages were zero.
-fn pass(finder: &mut dyn ZeroFinder, latencies: &mut Vec<Duration>) -> u64 {
+fn pass(finder: &mut dyn ZeroFinder, ram: &GuestRam, latencies: &mut Vec<Duration>) -> u64 {
     let mut begun = std::collections::VecDeque::with_capacity(finder.depth());
     let mut found = 0;
     let mut collect = |finder: &mut dyn ZeroFinder, begun: &mut std::collections::VecDeque<_>| {
@@ -163,8 +163,8 @@ fn pass(finder: &mut dyn ZeroFinder, latencies: &mut Vec<Duration>) -> u64 {
             collect(finder, &mut begun);
         }
         begun.push_back(Instant::now());
-        let first_page = index * CHUNK_PAGES;
-        finder.submit(Chunk { region: RegionIndex(0), first_page, bits: ChunkBits::FULL });
+        let chunk = Chunk::new(ram, RegionIndex(0), index, ChunkBits::FULL);
+        finder.submit(chunk.expect("the memory has all chunks"));
     }
     while finder.pending() > 0 {
         collect(finder, &mut begun);
