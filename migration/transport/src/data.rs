@@ -2,9 +2,9 @@
 
 use crate::Stream;
 use crate::funnel::Funnel;
-use crate::raw::{self, Parts};
-use martlet_ram::{BadRun, PageBatch, Placer, RegionIndex, RunKind, Target};
-use martlet_units::ByteCount;
+use crate::raw::{Outgoing, Room};
+use martlet_ram::{BadRun, GuestRam, PageBatch, Placer, RegionIndex, RunKind, Target};
+use martlet_units::{ByteCount, PAGE_SIZE};
 use martlet_wire::pages::{
     self, PAGES_HEADER_BYTES, PagesError, PagesFrame, PagesHeader, RUNS_BYTES_MAX, RUNS_MAX,
     RunEntry,
@@ -19,14 +19,14 @@ use zerocopy::IntoBytes;
 pub struct PageSender {
     stream: Stream,
     entries: Vec<RunEntry>,
-    parts: Parts,
+    room: Room,
 }
 
 impl PageSender {
     /// Takes a connection whose hello is done.
     pub fn new(stream: Stream) -> PageSender {
-        let parts = Parts::with_capacity(RUNS_MAX + 2);
-        PageSender { stream, entries: Vec::with_capacity(RUNS_MAX), parts }
+        let room = Room::with_capacity(RUNS_MAX + 2);
+        PageSender { stream, entries: Vec::with_capacity(RUNS_MAX), room }
     }
 
     /// Sends a batch that is not empty, as one frame, straight from guest memory. A page that
@@ -38,37 +38,35 @@ impl PageSender {
             RunKind::Zero => RunEntry::zero(run.region.0, run.first_page, run.count),
         }));
         let header = PagesHeader::pages(round, &self.entries);
-        self.parts.clear();
-        self.parts.push_bytes(header.as_bytes());
-        self.parts.push_bytes(self.entries.as_bytes());
+        let mut pieces = self.room.outgoing();
+        pieces.push_bytes(header.as_bytes());
+        pieces.push_bytes(self.entries.as_bytes());
         for slice in batch.slices() {
-            self.parts.push(slice);
+            pieces.push(slice);
         }
-        self.send_parts()
+        send_all(&self.stream, pieces)
     }
 
     /// Ends a round: whatever was sent before it is in place when the peer reads it.
     pub fn barrier(&mut self, round: u32) -> io::Result<ByteCount> {
         let header = PagesHeader::barrier(round);
-        self.parts.clear();
-        self.parts.push_bytes(header.as_bytes());
-        self.send_parts()
+        let mut pieces = self.room.outgoing();
+        pieces.push_bytes(header.as_bytes());
+        send_all(&self.stream, pieces)
     }
+}
 
-    fn send_parts(&mut self) -> io::Result<ByteCount> {
-        let mut bytes = 0;
-        while !self.parts.is_done() {
-            match raw::send(self.stream.as_fd(), &mut self.parts) {
-                Ok(sent) => bytes += sent as u64,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.stream.wait_writable()?;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+fn send_all(stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> {
+    let mut bytes = 0;
+    while !pieces.is_done() {
+        match pieces.send(stream.as_fd()) {
+            Ok(sent) => bytes += sent as u64,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => stream.wait_writable()?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
-        Ok(ByteCount(bytes))
     }
+    Ok(ByteCount(bytes))
 }
 
 /// Why a channel can't go on. All but `Closed` and `Io` are the peer's fault.
@@ -128,15 +126,20 @@ pub struct PageReceiver {
     payload: Payload,
 }
 
+/// Most runs in hand at once: what a socket holds is seldom more, and they are listed anew for each
+/// call.
+const RUNS_IN_HAND_MAX: usize = 128;
+
 /// Where the rest of a frame's pages goes.
 #[derive(Debug)]
 struct Payload {
     /// Runs of the frame with content, in its order.
     runs: Vec<Piece>,
-    /// First run that is not in hand yet.
+    /// First run that is not done, for memory, or not begun, for the file.
     next: usize,
-    /// Runs in hand that are written through the mapping.
-    memory: Parts,
+    /// Bytes of it that are in place.
+    done: usize,
+    room: Room,
     /// A run in hand that is written to its region's file.
     file: Option<RegionIndex>,
     funnel: Funnel,
@@ -153,52 +156,69 @@ impl Payload {
         Ok(Payload {
             runs: Vec::with_capacity(RUNS_MAX),
             next: 0,
-            memory: Parts::with_capacity(RUNS_MAX),
+            done: 0,
+            room: Room::with_capacity(RUNS_IN_HAND_MAX),
             file: None,
             funnel: Funnel::new()?,
         })
     }
 
-    fn is_done(&self) -> bool {
-        self.next == self.runs.len() && self.file.is_none() && self.memory.is_done()
+    fn begin(&mut self) {
+        self.runs.clear();
+        (self.next, self.done) = (0, 0);
     }
 
-    /// Takes the next run for the file in hand, or all runs for memory up to the next such one.
-    fn take_up(&mut self, placer: &Placer) -> Result<(), BadRun> {
-        self.memory.clear();
-        while let Some(piece) = self.runs.get(self.next) {
-            match *piece {
-                Piece::Memory { region, first_page, count } => {
-                    self.memory.push(&placer.ram().slice(region, first_page, count)?);
-                }
-                Piece::File { region, offset, bytes } => {
-                    if self.memory.is_done() {
-                        self.funnel.begin(offset, bytes);
-                        self.file = Some(region);
-                        self.next += 1;
-                    }
-                    return Ok(());
-                }
-            }
-            self.next += 1;
-        }
-        Ok(())
+    fn is_done(&self) -> bool {
+        self.next == self.runs.len() && self.file.is_none()
     }
 
     /// Reads what the socket has now.
     fn advance(&mut self, stream: &Stream, placer: &Placer) -> Result<usize, PagesReceiveError> {
-        if self.memory.is_done() && self.file.is_none() {
-            self.take_up(placer)?;
+        if self.file.is_none()
+            && let Some(Piece::File { region, offset, bytes }) = self.runs.get(self.next)
+        {
+            self.funnel.begin(*offset, *bytes);
+            self.file = Some(*region);
+            self.next += 1;
         }
-        let got = match self.file.and_then(|region| placer.ram().region(region)) {
-            Some(region) => self.funnel.advance(stream.as_fd(), region.fd()),
-            None => raw::receive(stream.as_fd(), &mut self.memory),
+        let Some(region) = self.file.and_then(|region| placer.ram().region(region)) else {
+            return self.fill_memory(stream, placer.ram());
         };
+        let got = self.funnel.advance(stream.as_fd(), region.fd());
         if self.funnel.is_done() {
             self.file = None;
         }
         got.map_err(PagesReceiveError::Io)
     }
+
+    /// Fills the runs up to the next one for the file.
+    fn fill_memory(&mut self, stream: &Stream, ram: &GuestRam) -> Result<usize, PagesReceiveError> {
+        let mut pieces = self.room.incoming();
+        let mut done = self.done;
+        for piece in &self.runs[self.next..] {
+            let Piece::Memory { region, first_page, count } = *piece else { break };
+            if pieces.len() == RUNS_IN_HAND_MAX {
+                break;
+            }
+            let mut memory = ram.slice(region, first_page, count)?;
+            memory.advance(std::mem::take(&mut done));
+            pieces.push(&memory);
+        }
+        let got = pieces.receive(stream.as_fd()).map_err(PagesReceiveError::Io)?;
+        self.done += got;
+        while let Some(Piece::Memory { count, .. }) = self.runs.get(self.next)
+            && let Some(more) = self.done.checked_sub(bytes_of(*count))
+        {
+            self.done = more;
+            self.next += 1;
+        }
+        Ok(got)
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "of a run within a mapping")]
+fn bytes_of(pages: u32) -> usize {
+    (u64::from(pages) * PAGE_SIZE) as usize
 }
 
 impl PageReceiver {
@@ -282,8 +302,7 @@ impl PageReceiver {
     /// Clears the frame's zero pages and aims its payload at its data pages.
     fn on_entries(&mut self, frame: PagesFrame) -> Result<(), PagesReceiveError> {
         self.filled = 0;
-        self.payload.runs.clear();
-        self.payload.next = 0;
+        self.payload.begin();
         let entries = &self.entries[..frame.entry_bytes()];
         let placer = &self.placer;
         let pages_of = |region| Some(placer.ram().region(RegionIndex(region))?.pages());

@@ -1,8 +1,8 @@
 //! Pages over a socket pair, in whole and in pieces, and what strangers send.
 
 use super::*;
-use martlet_ram::{Chunk, ChunkBits, GuestRam, ZeroCheck};
-use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
+use martlet_ram::{Chunk, ChunkBits, ZeroCheck};
+use martlet_units::{Gfn, PageCount, PageRange};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -131,6 +131,38 @@ fn long_runs_and_short_ones_find_their_places() {
         assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
         fill(&source, 105, 9);
     }
+}
+
+/// More runs than are in hand at once, in and out of memory, in pieces that end anywhere.
+#[test]
+fn many_short_runs_find_their_places() {
+    let (source, destination) = (ram(), ram());
+    let pages: Vec<u32> = (0..510).step_by(2).collect();
+    let (here, there) = pair();
+    let placer = Arc::new(Placer::new(Arc::clone(&destination)));
+    let mut receiver = PageReceiver::new(there, placer).unwrap();
+    let entries: Vec<_> = pages.iter().map(|p| RunEntry::data(0, u64::from(*p), 1)).collect();
+    let mut bytes = PagesHeader::pages(0, &entries).as_bytes().to_vec();
+    bytes.extend_from_slice(entries.as_bytes());
+    for page in &pages {
+        let byte = u8::try_from(page % 251).unwrap();
+        fill(&source, u64::from(*page), byte);
+        bytes.extend_from_slice(&[byte; 4096]);
+    }
+    bytes.extend_from_slice(PagesHeader::barrier(0).as_bytes());
+    let mut passed = false;
+    for piece in bytes.chunks(7001) {
+        here.write_all(piece).unwrap();
+        loop {
+            match receiver.advance().unwrap() {
+                Arrival::Nothing => break,
+                Arrival::Bytes(_) => {}
+                Arrival::Barrier { .. } => passed = true,
+            }
+        }
+    }
+    assert!(passed);
+    assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
 }
 
 #[test]

@@ -5,106 +5,134 @@
 
 use martlet_ram::RawSlice;
 use std::io;
+use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Most parts of one call (`UIO_MAXIOV` of the kernel's uapi/linux/uio.h).
-pub(crate) const PARTS_MAX: usize = 1024;
+/// Most pieces of one call (`UIO_MAXIOV` of the kernel's uapi/linux/uio.h).
+const PIECES_MAX: usize = 1024;
 
-/// A list of memory pieces to send or to fill, and how far that has come.
-///
-/// The pieces' owner keeps them valid while the list is in use: guest memory lives as long as
-/// the `GuestRam`, headers as long as the channel that holds both.
+/// Room for the pieces of a call, kept so that no call allocates. Between calls it is empty.
 #[derive(Debug)]
-pub(crate) struct Parts {
-    parts: Vec<libc::iovec>,
-    /// First part that is not finished.
-    next: usize,
+pub(crate) struct Room(Vec<libc::iovec>);
+
+// SAFETY: addresses are only in it while a list of pieces borrows it, and not followed otherwise.
+unsafe impl Send for Room {}
+
+impl Room {
+    pub(crate) fn with_capacity(pieces: usize) -> Room {
+        Room(Vec::with_capacity(pieces))
+    }
+
+    /// Begins a list of memory to send.
+    pub(crate) fn outgoing(&mut self) -> Outgoing<'_> {
+        self.0.clear();
+        Outgoing { list: &mut self.0, next: 0, _memory: PhantomData }
+    }
+
+    /// Begins a list of memory to fill.
+    pub(crate) fn incoming(&mut self) -> Incoming<'_> {
+        self.0.clear();
+        Incoming { list: &mut self.0, _memory: PhantomData }
+    }
 }
 
-// SAFETY: the pointers are moved with the channel that owns or borrows what they point to.
-unsafe impl Send for Parts {}
+fn push<'a>(list: &mut Vec<libc::iovec>, piece: &RawSlice<'a>) {
+    if !piece.is_empty() {
+        list.push(piece.to_iovec());
+    }
+}
 
-impl Parts {
-    pub(crate) fn with_capacity(parts: usize) -> Parts {
-        Parts { parts: Vec::with_capacity(parts), next: 0 }
+/// Memory to send, and how far that has come. Borrows all of its pieces: none can go away, and no
+/// header can change, while they are sent.
+#[derive(Debug)]
+pub(crate) struct Outgoing<'a> {
+    list: &'a mut Vec<libc::iovec>,
+    /// First piece that is not finished.
+    next: usize,
+    _memory: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Outgoing<'a> {
+    /// Adds guest memory.
+    pub(crate) fn push(&mut self, piece: &RawSlice<'a>) {
+        push(self.list, piece);
     }
 
-    pub(crate) fn clear(&mut self) {
-        self.parts.clear();
-        self.next = 0;
-    }
-
-    /// Adds a piece; empty ones are left out.
-    pub(crate) fn push(&mut self, piece: &RawSlice<'_>) {
-        if !piece.is_empty() {
-            self.parts.push(piece.to_iovec());
-        }
-    }
-
-    /// Adds bytes that are only sent. They must not move or change until they are gone.
-    pub(crate) fn push_bytes(&mut self, bytes: &[u8]) {
+    /// Adds bytes of this process.
+    pub(crate) fn push_bytes(&mut self, bytes: &'a [u8]) {
         if !bytes.is_empty() {
             let base = bytes.as_ptr().cast_mut().cast();
-            self.parts.push(libc::iovec { iov_base: base, iov_len: bytes.len() });
+            self.list.push(libc::iovec { iov_base: base, iov_len: bytes.len() });
         }
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        self.next == self.parts.len()
+        self.next == self.list.len()
     }
 
-    fn pending(&mut self) -> &mut [libc::iovec] {
-        let end = self.parts.len().min(self.next + PARTS_MAX);
-        &mut self.parts[self.next..end]
+    /// Sends as much as the socket takes now; `WouldBlock` if that is nothing.
+    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
+        let end = self.list.len().min(self.next + PIECES_MAX);
+        let message = message(&mut self.list[self.next..end]);
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: the pieces are borrowed for longer than the call; the kernel only reads them.
+        let sent = check(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })?;
+        self.advance(sent);
+        Ok(sent)
     }
 
     fn advance(&mut self, mut bytes: usize) {
         while bytes > 0 {
-            let part = &mut self.parts[self.next];
-            if bytes < part.iov_len {
-                part.iov_len -= bytes;
-                part.iov_base = part.iov_base.cast::<u8>().wrapping_add(bytes).cast();
+            let piece = &mut self.list[self.next];
+            if bytes < piece.iov_len {
+                piece.iov_len -= bytes;
+                piece.iov_base = piece.iov_base.cast::<u8>().wrapping_add(bytes).cast();
                 return;
             }
-            bytes -= part.iov_len;
+            bytes -= piece.iov_len;
             self.next += 1;
         }
     }
 }
 
-fn message(parts: &mut [libc::iovec]) -> libc::msghdr {
+/// Guest memory to fill by one call.
+#[derive(Debug)]
+pub(crate) struct Incoming<'a> {
+    list: &'a mut Vec<libc::iovec>,
+    _memory: PhantomData<RawSlice<'a>>,
+}
+
+impl<'a> Incoming<'a> {
+    /// Adds guest memory.
+    pub(crate) fn push(&mut self, piece: &RawSlice<'a>) {
+        push(self.list, piece);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Fills as much as the socket has now, and says how much that was; `WouldBlock` if it has
+    /// nothing, `UnexpectedEof` at the stream's end.
+    pub(crate) fn receive(self, fd: BorrowedFd<'_>) -> io::Result<usize> {
+        let end = self.list.len().min(PIECES_MAX);
+        let mut message = message(&mut self.list[..end]);
+        // SAFETY: the pieces are guest memory, borrowed for longer than the call, and nothing in
+        // this process relies on their content meanwhile.
+        let got =
+            check(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })?;
+        if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(got) }
+    }
+}
+
+fn message(pieces: &mut [libc::iovec]) -> libc::msghdr {
     // SAFETY: msghdr is plain old data for which all zero bytes are a valid, empty message.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = parts.as_mut_ptr();
-    message.msg_iovlen = parts.len();
+    message.msg_iov = pieces.as_mut_ptr();
+    message.msg_iovlen = pieces.len();
     message
 }
 
 fn check(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
-}
-
-/// Sends as much as the socket takes now; `WouldBlock` if that is nothing.
-pub(crate) fn send(fd: BorrowedFd<'_>, parts: &mut Parts) -> io::Result<usize> {
-    let message = message(parts.pending());
-    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the pieces are valid for reads as `Parts` requires; the kernel only reads them.
-    let sent = check(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })?;
-    parts.advance(sent);
-    Ok(sent)
-}
-
-/// Fills as much as the socket has now; `WouldBlock` if that is nothing, `UnexpectedEof` at the
-/// stream's end.
-pub(crate) fn receive(fd: BorrowedFd<'_>, parts: &mut Parts) -> io::Result<usize> {
-    let mut message = message(parts.pending());
-    // SAFETY: the pieces are valid for writes as `Parts` requires, and nothing else in this
-    // process relies on their content meanwhile.
-    let got =
-        check(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })?;
-    if got == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    parts.advance(got);
-    Ok(got)
 }
