@@ -16,6 +16,7 @@ use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -144,13 +145,9 @@ impl Device {
     /// Learns whether regions can be faulted in by trying it: the capability bits are behind an
     /// interface that older libraries lack.
     fn try_on_demand(device: Arc<Device>) -> Result<Arc<Device>, VerbsError> {
-        let page: Box<[u64; 512]> = Box::new([0; 512]);
-        let at = page.as_ptr().expose_provenance() as u64;
-        // SAFETY: the page lives longer than the region below; nobody has its key.
-        let memory = unsafe { HostMemory::new(at, 4096, Arc::new(())) };
+        let memory = page_of_its_own();
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::ON_DEMAND;
         let works = Device::register(&device, &memory, access).map(drop).is_ok();
-        drop(page);
         let Some(mut device) = Arc::into_inner(device) else {
             return Err(VerbsError::host("open the device")(std::io::ErrorKind::Other.into()));
         };
@@ -235,6 +232,19 @@ impl Drop for Device {
         unsafe { (self.library.rdma_free_devices)(self.list) };
     }
 }
+
+/// A page that belongs to whoever has the memory: should a device keep it, it is never freed.
+fn page_of_its_own() -> HostMemory {
+    let page: Arc<Page> = Arc::new(Page([const { AtomicU64::new(0) }; PAGE_WORDS]));
+    let at = page.0.as_ptr().expose_provenance() as u64;
+    // SAFETY: the page lives as long as its owner, and can be written through a shared reference.
+    unsafe { HostMemory::new(at, size_of::<Page>() as u64, page) }
+}
+
+const PAGE_WORDS: usize = 512;
+
+#[repr(align(4096))]
+struct Page([AtomicU64; PAGE_WORDS]);
 
 /// An identifier bound to the device that an address leads to.
 fn guide(library: &'static Library, select: &Select) -> Result<Option<Id>, VerbsError> {
@@ -331,5 +341,78 @@ impl Drop for IbvRegion {
         if let Err(error) = self.take_back() {
             tracing::error!(%error, "memory stays registered");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    static REGISTERED_AT: AtomicUsize = AtomicUsize::new(0);
+
+    unsafe extern "C" fn register(
+        _domain: *mut Opaque,
+        at: *mut c_void,
+        _length: usize,
+        _iova: u64,
+        _access: std::ffi::c_uint,
+    ) -> *mut Mr {
+        REGISTERED_AT.store(at.addr(), Ordering::Relaxed);
+        std::ptr::dangling_mut()
+    }
+
+    unsafe extern "C" fn refuse(_region: *mut Mr) -> c_int {
+        libc::EBUSY
+    }
+
+    unsafe extern "C" fn free(_list: *mut *mut Context) {}
+
+    fn device_that_keeps_memory() -> Arc<Device> {
+        let mut library = Library::of_nothing();
+        library.ibv_reg_mr_iova2 = register;
+        library.ibv_dereg_mr = refuse;
+        library.rdma_free_devices = free;
+        Arc::new(Device {
+            library: Box::leak(Box::new(library)),
+            list: std::ptr::null_mut(),
+            context: std::ptr::null_mut(),
+            domain: std::ptr::null_mut(),
+            name: String::new(),
+            limits: Limits {
+                queue_slots_max: 0,
+                completion_slots_max: 0,
+                regions_max: 0,
+                region_bytes_max: 0,
+                on_demand: false,
+            },
+            reads_served_max: 0,
+            reads_started_max: 0,
+            troubled: Mutex::default(),
+        })
+    }
+
+    #[test]
+    fn a_page_that_the_device_keeps_is_never_freed() {
+        let _device = Device::try_on_demand(device_that_keeps_memory()).unwrap();
+        let kept = REGISTERED_AT.load(Ordering::Relaxed);
+        let kept = kept..kept + 4096;
+        let others: Vec<Box<[u64; 512]>> = (0..64).map(|_| Box::new([0; 512])).collect();
+        for other in &others {
+            let at = other.as_ptr().addr();
+            assert!(at + 4096 <= kept.start || kept.end <= at, "its page is used again");
+        }
+    }
+
+    #[test]
+    fn memory_that_the_device_keeps_stays_mapped() {
+        let owner = Arc::new([0_u64; 512]);
+        let at = owner.as_ptr().expose_provenance() as u64;
+        // SAFETY: never touched.
+        let memory = unsafe { HostMemory::new(at, 4096, Arc::clone(&owner) as _) };
+        let region = device_that_keeps_memory().register(&memory, Access::LOCAL_WRITE).unwrap();
+        drop(memory);
+        assert!(region.deregister().is_err());
+        assert_eq!(Arc::strong_count(&owner), 2, "the device's reference is never given back");
     }
 }

@@ -22,6 +22,21 @@ macro_rules! functions {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
         }
 
+        #[cfg(test)]
+        impl Library {
+            /// Functions that nobody may call, for a test to put its own in.
+            pub(super) fn of_nothing() -> Library {
+                Library {
+                    $($name: {
+                        extern "C" fn absent($(_: $argument),*) $(-> $result)? {
+                            unreachable!(stringify!($name))
+                        }
+                        absent
+                    },)*
+                }
+            }
+        }
+
         fn load() -> Result<Library, VerbsError> {
             let opened = Both { verbs: open(VERBS)?, cm: open(CM)? };
             Ok(Library {
