@@ -7,6 +7,11 @@ use std::process::Command;
 /// A file longer than this has more than one subject.
 const FILE_LINES_MAX: usize = 800;
 
+/// Who may make the right to run a guest out of nothing: the boot of a new guest, once. Everybody
+/// else gets it from a commit. Tests and the simulated world boot guests of their own.
+const BOOT: &str = "vmm/machine/src/machine.rs";
+const MAKER: &str = "migration/protocol/src/permit.rs";
+
 /// Checks every file that git tracks.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
     let listed = Command::new("git")
@@ -36,6 +41,7 @@ fn complaints(name: &str, text: &str) -> Vec<String> {
     if text.contains(opt_in) && !text.contains(reason) {
         wrong.push(format!("{name}: opts in to unsafe code without an UNSAFETY comment"));
     }
+    wrong.extend(permit_complaint(name, text));
     for (index, line) in text.lines().enumerate() {
         let marker = concat!("TO", "DO");
         if line.contains(marker) {
@@ -43,6 +49,19 @@ fn complaints(name: &str, text: &str) -> Vec<String> {
         }
     }
     wrong
+}
+
+fn permit_complaint(name: &str, text: &str) -> Option<String> {
+    let made = text.matches(concat!("for_new", "_guest")).count();
+    let is_test = name.contains("/tests/") || name.ends_with("tests.rs");
+    let allowed = match name {
+        BOOT => 1,
+        _ if name == MAKER || is_test || name.starts_with("sim/world/") => usize::MAX,
+        _ => 0,
+    };
+    (made > allowed).then(|| {
+        format!("{name}: makes the right to run a guest, which only {BOOT} does, once, at a boot")
+    })
 }
 
 #[cfg(test)]
@@ -56,5 +75,18 @@ mod tests {
         let explained = format!("{opted}// {}: because\n", concat!("UNSAF", "ETY"));
         assert!(complaints("a.rs", &explained).is_empty());
         assert_eq!(complaints("a.rs", &"\n".repeat(FILE_LINES_MAX + 1)).len(), 1);
+    }
+
+    #[test]
+    fn only_a_boot_makes_a_permit() {
+        let once = concat!("RunPermit::for_new", "_guest()");
+        let twice = format!("{once}; {once}");
+        for name in [BOOT, MAKER, "migration/engine/tests/fake/mod.rs", "sim/world/src/guest.rs"] {
+            assert!(complaints(name, once).is_empty(), "{name}");
+        }
+        for name in ["vmm/machine/src/source.rs", "apps/martlet/src/main.rs"] {
+            assert_eq!(complaints(name, once).len(), 1, "{name}");
+        }
+        assert_eq!(complaints(BOOT, &twice).len(), 1);
     }
 }

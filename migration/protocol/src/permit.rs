@@ -20,7 +20,7 @@ pub struct RunPermit {
 
 impl RunPermit {
     /// The permit of a guest that did not exist before. Call it once for each guest booted from
-    /// nothing, never for one that arrives by migration.
+    /// nothing, never for one that arrives by migration. `cargo xtask tidy` says who may.
     pub fn for_new_guest() -> RunPermit {
         RunPermit { _private: () }
     }
