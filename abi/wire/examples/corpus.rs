@@ -14,7 +14,7 @@ use std::path::Path;
 use zerocopy::IntoBytes;
 
 fn messages() -> Vec<Control> {
-    let state = State { bytes: (0..32).collect() };
+    let state = State { bytes: (0..32).collect(), clock: None };
     let migration = MigrationId([1; 16]);
     let instance = InstanceId([3; 16]);
     let regions = vec![
@@ -42,6 +42,7 @@ fn messages() -> Vec<Control> {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         }),
         Control::Ping(Ping { sent_ns: 1 << 40 }),
         Control::Pong(Pong { sent_ns: 1 << 40, answered_ns: 3 }),

@@ -43,7 +43,8 @@ pub struct Setup {
     /// How many data channels the source will open: 1 to [`CHANNELS_MAX`].
     #[n(3)]
     pub channels: u16,
-    /// The source host's boot id: equal ids mean one host and one `CLOCK_MONOTONIC`.
+    /// Names the source's `CLOCK_MONOTONIC`, by the boot and the time namespace. Equal names mean
+    /// one clock, unless pings say otherwise.
     #[cbor(n(4), with = "minicbor::bytes")]
     pub boot_id: [u8; 16],
 }
@@ -71,7 +72,7 @@ pub struct SetupDone {
     /// What each data channel must show to be let in; random.
     #[cbor(n(1), with = "minicbor::bytes")]
     pub token: [u8; 16],
-    /// The destination host's boot id.
+    /// Names the destination's clock in the same way.
     #[cbor(n(2), with = "minicbor::bytes")]
     pub boot_id: [u8; 16],
 }
@@ -96,12 +97,28 @@ pub struct RoundReceived {
 }
 
 /// The saved state of vCPUs and devices, opaque to the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct State {
     /// At most [`STATE_BYTES_MAX`].
     #[cbor(n(0), with = "minicbor::bytes")]
     pub bytes: Vec<u8>,
+    /// With a final state: how the destination's clock differs, so that the destination knows how
+    /// long the guest has been standing.
+    #[n(2)]
+    pub clock: Option<MeasuredClock>,
+}
+
+/// How the destination's clock differs from the source's, as the source measured it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct MeasuredClock {
+    /// The destination's clock minus the source's.
+    #[n(0)]
+    pub offset_ns: i64,
+    /// What that may be off by; 0 for one clock.
+    #[n(1)]
+    pub error_ns: u64,
 }
 
 /// How long the destination took to load a rehearsal's state.
@@ -184,6 +201,9 @@ pub struct Alive {
     /// Of the devices, if the machine has some that pass frames.
     #[n(4)]
     pub devices: Option<DevicesAlive>,
+    /// The destination host's wall clock (`CLOCK_REALTIME`) minus the clock of these times.
+    #[n(5)]
+    pub wall_clock_ns: Option<i64>,
 }
 
 /// How the devices of a guest that has arrived came back; times are on the destination's clock.

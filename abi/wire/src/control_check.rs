@@ -1,10 +1,11 @@
 //! What a well-formed control message must obey beyond its layout.
 
 use crate::control::{
-    Abandon, Alive, CHANNELS_MAX, DEVICES_MAX, MACHINE_BYTES_MAX, REASON_BYTES_MAX, REGIONS_MAX,
-    STATE_BYTES_MAX, Setup, WireRange,
+    Abandon, Alive, CHANNELS_MAX, DEVICES_MAX, MACHINE_BYTES_MAX, MeasuredClock, REASON_BYTES_MAX,
+    REGIONS_MAX, STATE_BYTES_MAX, Setup, WireRange,
 };
-use martlet_units::{Gfn, PageCount, PageRange};
+use core::time::Duration;
+use martlet_units::{ClockOffset, Gfn, PageCount, PageRange};
 
 /// A message that can be decoded and says something that no peer of ours would say.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -44,6 +45,19 @@ impl WireRange {
     /// The range as a checked type; `None` if it is empty or leaves the address space.
     pub fn to_page_range(self) -> Option<PageRange> {
         PageRange::try_new(Gfn(self.start_gfn), PageCount(self.pages))
+    }
+}
+
+impl From<MeasuredClock> for ClockOffset {
+    fn from(clock: MeasuredClock) -> ClockOffset {
+        ClockOffset { ns: clock.offset_ns, error: Duration::from_nanos(clock.error_ns) }
+    }
+}
+
+impl From<ClockOffset> for MeasuredClock {
+    fn from(clock: ClockOffset) -> MeasuredClock {
+        let error_ns = u64::try_from(clock.error.as_nanos()).unwrap_or(u64::MAX);
+        MeasuredClock { offset_ns: clock.ns, error_ns }
     }
 }
 

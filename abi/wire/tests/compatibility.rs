@@ -55,7 +55,8 @@ fn new_reads_old() {
             cpu_ns: 9,
             load_begin_ns: None,
             load_end_ns: None,
-            devices: None
+            devices: None,
+            wall_clock_ns: None,
         })
     );
 }

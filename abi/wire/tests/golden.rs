@@ -5,8 +5,8 @@
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests")]
 
 use martlet_wire::control::{
-    Abandon, Alive, Answer, Commit, Control, Fate, InstanceId, MigrationId, Query, RoundReceived,
-    Setup, SetupDone, State, SwitchoverSoon, WireRange,
+    Abandon, Alive, Answer, Commit, Control, Fate, InstanceId, MeasuredClock, MigrationId, Query,
+    RoundReceived, Setup, SetupDone, State, SwitchoverSoon, WireRange,
 };
 use martlet_wire::frame::{FrameHeader, Kind, encode};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status, Versions};
@@ -123,7 +123,10 @@ fn control_messages() {
     check(&Control::ChannelsReady, 3, "a0");
     check(&Control::RoundReceived(RoundReceived { round: 24 }), 4, "a1 00 18 18");
     check(&Control::SwitchoverSoon(SwitchoverSoon { last_round: 3 }), 7, "a1 00 03");
-    check(&Control::FinalState(State { bytes: vec![0xff; 2] }), 8, "a1 00 42 ffff");
+    check(&Control::FinalState(State { bytes: vec![0xff; 2], clock: None }), 8, "a1 00 42 ffff");
+    let clock = Some(MeasuredClock { offset_ns: -2, error_ns: 0x1234 });
+    let clocked = State { bytes: vec![0xff; 2], clock };
+    check(&Control::FinalState(clocked), 8, "a2 00 42 ffff 02 a2 00 21 01 19 1234");
     check(&Control::AskDigest, 9, "a0");
     check(
         &Control::Commit(Commit { migration, last_round: 7, running: true }),
@@ -138,6 +141,7 @@ fn control_messages() {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         }),
         14,
         "a1 01 05",
@@ -149,6 +153,7 @@ fn control_messages() {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         }),
         14,
         "a2 00 1b 0000000100000000 01 05",

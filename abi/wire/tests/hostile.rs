@@ -29,7 +29,7 @@ fn setup() -> Setup {
 
 /// One message of every kind.
 fn messages() -> Vec<Control> {
-    let state = State { bytes: (0..100).collect() };
+    let state = State { bytes: (0..100).collect(), clock: None };
     let migration = MigrationId([1; 16]);
     let instance = InstanceId([3; 16]);
     vec![
@@ -52,6 +52,7 @@ fn messages() -> Vec<Control> {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         }),
         Control::Ping(Ping { sent_ns: 1 << 50 }),
         Control::Pong(Pong { sent_ns: 1 << 50, answered_ns: 3 }),
@@ -262,10 +263,10 @@ fn the_largest_messages_fit_their_limit() {
     let bytes = framed(&Control::Setup(full.clone()));
     assert_eq!(Control::decode(Kind::SETUP, &bytes[16..]).unwrap(), Control::Setup(full));
 
-    let state = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX] });
+    let state = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX], clock: None });
     let bytes = framed(&state);
     assert!(FrameHeader::parse(bytes.first_chunk().unwrap()).is_ok());
-    let too_long = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX + 1] });
+    let too_long = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX + 1], clock: None });
     let mut out = vec![7];
     let error = encode(&too_long, &mut out).unwrap_err();
     assert_eq!((error.to_string().as_str(), out.len()), ("cannot send a FinalState message", 1));

@@ -105,6 +105,31 @@ impl Instant {
     }
 }
 
+/// How a peer's clock differs from this side's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClockOffset {
+    /// The peer's clock minus this side's, in nanoseconds.
+    pub ns: i64,
+    /// What `ns` may be off by; zero where both sides read one clock.
+    pub error: Duration,
+}
+
+impl ClockOffset {
+    /// Both sides read one clock.
+    pub const ONE_CLOCK: ClockOffset = ClockOffset { ns: 0, error: Duration::ZERO };
+
+    /// A moment of the peer's clock on this side's. Saturates.
+    pub const fn from_peer(self, peer: Instant) -> Instant {
+        Instant(peer.0.saturating_add_signed(self.ns.saturating_neg()))
+    }
+
+    /// The same, as the peer would say it.
+    #[must_use]
+    pub const fn seen_by_peer(self) -> ClockOffset {
+        ClockOffset { ns: self.ns.saturating_neg(), error: self.error }
+    }
+}
+
 /// A run of whole guest pages: `start .. start + pages`, never empty, never past 2^52 frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageRange {

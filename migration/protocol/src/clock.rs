@@ -2,33 +2,39 @@
 
 use crate::limits::{PING_INTERVAL, SILENCE_MAX};
 use core::time::Duration;
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Ping, Pong};
 use std::collections::VecDeque;
 
-/// Answered pings that are remembered. The shortest round trip among them counts: the others
-/// waited in some queue.
+/// Answered pings that are remembered. The shortest round trip among them counts, if it is not too
+/// long ago: the others waited in some queue.
 const SAMPLES_MAX: usize = 8;
 /// Pings that may be unanswered: on a way that takes longer than their interval several are under
 /// way at once, up to the silence that ends the attempt.
 const UNANSWERED_MAX: usize = 32;
 
-/// What pings told about the destination's clock and the way there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ClockEstimate {
-    /// There and back on the control connection.
-    pub round_trip: Duration,
-    /// The destination's clock minus the source's, in nanoseconds.
-    pub offset_ns: i64,
-    /// What `offset_ns` may be off by: the way there may have taken from none to all of the
-    /// round trip.
-    pub error: Duration,
+/// How much two clocks that NTP leads may drift apart: each by 500 ppm (Linux, MAXFREQ), one ahead
+/// and one back.
+const DRIFT_PER_MILLION_MAX: u64 = 1000;
+
+/// What one answered ping told.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    round_trip: Duration,
+    /// The destination's clock minus the source's. The way there may have taken from none to all
+    /// of the round trip, so the error is half of that.
+    offset_ns: i64,
+    at: Instant,
 }
 
-impl ClockEstimate {
-    /// A moment of the destination's clock on the source's.
-    pub fn to_source_clock(&self, destination_ns: u64) -> Instant {
-        Instant(destination_ns.saturating_add_signed(self.offset_ns.saturating_neg()))
+impl Sample {
+    /// What it says of the clocks at `now`, when they have drifted since.
+    fn offset(&self, now: Instant) -> ClockOffset {
+        let age = u64::try_from(now.since(self.at).as_nanos()).unwrap_or(u64::MAX);
+        let drift = Duration::from_nanos(age / (1_000_000 / DRIFT_PER_MILLION_MAX));
+        // Half of an odd number of nanoseconds is rounded up.
+        let half = self.round_trip - self.round_trip / 2;
+        ClockOffset { ns: self.offset_ns, error: half + drift }
     }
 }
 
@@ -39,7 +45,7 @@ pub(crate) struct Pinger {
     /// When the unanswered pings were sent, the oldest first.
     asked: VecDeque<Instant>,
     silence: Silence,
-    samples: VecDeque<ClockEstimate>,
+    samples: VecDeque<Sample>,
 }
 
 impl Pinger {
@@ -85,11 +91,17 @@ impl Pinger {
         if self.samples.len() == SAMPLES_MAX {
             self.samples.pop_front();
         }
-        self.samples.push_back(ClockEstimate { round_trip, offset_ns, error: half });
+        self.samples.push_back(Sample { round_trip, offset_ns, at: now });
     }
 
-    pub(crate) fn estimate(&self) -> Option<ClockEstimate> {
-        self.samples.iter().copied().min_by_key(|sample| sample.round_trip)
+    /// The shortest round trip of the last few.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        self.samples.iter().map(|sample| sample.round_trip).min()
+    }
+
+    /// The destination's clock beside this one, as the best sample tells.
+    pub(crate) fn offset(&self, now: Instant) -> Option<ClockOffset> {
+        self.samples.iter().map(|sample| sample.offset(now)).min_by_key(|offset| offset.error)
     }
 }
 
@@ -127,10 +139,34 @@ mod tests {
             let pong = Pong { sent_ns: ping.sent_ns, answered_ns: sent + way - 1_000 };
             pinger.on_pong(Instant(sent + 2 * way), pong);
         }
-        let estimate = pinger.estimate().unwrap();
-        assert_eq!(estimate.round_trip, Duration::from_nanos(20));
-        assert_eq!((estimate.offset_ns, estimate.error), (-1_000, Duration::from_nanos(10)));
-        assert_eq!(estimate.to_source_clock(500), Instant(1_500));
+        assert_eq!(pinger.round_trip(), Some(Duration::from_nanos(20)));
+        let offset = pinger.offset(Instant(6_020)).unwrap();
+        assert_eq!(offset, ClockOffset { ns: -1_000, error: Duration::from_nanos(10) });
+        assert_eq!(offset.from_peer(Instant(500)), Instant(1_500));
+        assert_eq!(offset.seen_by_peer().from_peer(Instant(1_500)), Instant(500));
+    }
+
+    /// A sample of long ago says less than a fresh one, however short its way was.
+    #[test]
+    fn clocks_drift_apart() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut pinger = Pinger::new(Instant(0));
+        // A way of 1 us, then five seconds, then one of 1 ms; the clocks are a second apart, and
+        // then half a millisecond more.
+        for (sent, way, offset) in
+            [(SECOND, 1_000, SECOND), (6 * SECOND, 1_000_000, SECOND + 500_000)]
+        {
+            let ping = pinger.ping(Instant(sent));
+            let pong = Pong { sent_ns: ping.sent_ns, answered_ns: sent + way + offset };
+            pinger.on_pong(Instant(sent + 2 * way), pong);
+            let now = Instant(sent + 2 * way);
+            let told = pinger.offset(now).unwrap();
+            assert!(u128::from(told.ns.abs_diff(offset.cast_signed())) <= told.error.as_nanos());
+            assert_eq!(told.error, Duration::from_nanos(way));
+        }
+        assert_eq!(pinger.round_trip(), Some(Duration::from_micros(2)));
+        let later = pinger.offset(Instant(7 * SECOND)).unwrap();
+        assert_eq!(later.error, Duration::from_nanos(1_000_000 + 998_000));
     }
 
     /// Found by the simulated world: a way longer than the interval of pings was never measured.
@@ -141,7 +177,7 @@ mod tests {
             pinger.ping(Instant(sent));
         }
         pinger.on_pong(Instant(9_000), Pong { sent_ns: 2_000, answered_ns: 5_500 });
-        assert_eq!(pinger.estimate().map(|e| e.round_trip), Some(Duration::from_nanos(7_000)));
+        assert_eq!(pinger.round_trip(), Some(Duration::from_nanos(7_000)));
         pinger.on_pong(Instant(9_001), Pong { sent_ns: 1_000, answered_ns: 5_500 });
         assert_eq!(pinger.samples.len(), 1);
         pinger.on_pong(Instant(9_002), Pong { sent_ns: 3_000, answered_ns: 5_500 });
@@ -156,6 +192,6 @@ mod tests {
         pinger.on_pong(Instant(20), Pong { sent_ns: 11, answered_ns: 0 });
         pinger.on_pong(Instant(20), Pong { sent_ns: ping.sent_ns, answered_ns: u64::MAX });
         pinger.on_pong(Instant(20), Pong { sent_ns: ping.sent_ns, answered_ns: 15 });
-        assert_eq!(pinger.estimate(), None);
+        assert_eq!(pinger.round_trip(), None);
     }
 }

@@ -32,7 +32,6 @@ mod permit;
 mod reaction;
 mod source;
 
-pub use clock::ClockEstimate;
 pub use destination::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
     DestinationPhase,

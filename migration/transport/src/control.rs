@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn messages_arrive_whole_and_in_order() {
         let (mut one, mut two) = pair();
-        let big = Control::FinalState(State { bytes: vec![7; 3 << 20] });
+        let big = Control::FinalState(State { bytes: vec![7; 3 << 20], clock: None });
         let reader = std::thread::spawn(move || {
             let messages: Vec<Control> = (0..3).map(|_| receive(&mut two).unwrap()).collect();
             let end = receive(&mut two);

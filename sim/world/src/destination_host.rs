@@ -176,7 +176,7 @@ impl World {
                 self.destination.accepting = true;
                 self.destination.channels = vec![None; usize::from(count)];
             }
-            DestinationAction::LoadState { bytes, rehearsal } => {
+            DestinationAction::LoadState { bytes, rehearsal, .. } => {
                 self.destination_works(100, DestinationWork::Load { bytes, rehearsal });
             }
             DestinationAction::Arm => self.trace.line(now, format_args!("destination armed")),
@@ -256,6 +256,7 @@ impl World {
                     load_begin_ns: None,
                     load_end_ns: None,
                     devices: None,
+                    wall_clock_ns: None,
                 };
                 self.tell_destination(DestinationEvent::Alive(alive))
             }

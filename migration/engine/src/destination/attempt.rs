@@ -45,7 +45,7 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
             return shared.end_attempt(Err(format!("the host gives no random bytes: {error}")));
         }
     };
-    let config = DestinationConfig { token, boot_id: host::boot_id() };
+    let config = DestinationConfig { token, boot_id: host::clock_id() };
     let mut attempt = Attempt {
         shared: Arc::clone(shared),
         machine: Destination::new(monotonic_now(), config, shared.take_ledger()),
@@ -165,7 +165,7 @@ impl Attempt {
                 self.barriers = vec![None; usize::from(count)];
                 self.shared.await_channels(count, token);
             }
-            DestinationAction::LoadState { bytes, rehearsal } => {
+            DestinationAction::LoadState { bytes, rehearsal, .. } => {
                 let what_for = if rehearsal { LoadFor::Rehearsal } else { LoadFor::Start };
                 self.load_state(&bytes, what_for);
             }
@@ -365,6 +365,7 @@ impl Attempt {
             load_begin_ns: self.loading.map(|(begin, _)| begin.0),
             load_end_ns: self.loading.map(|(_, end)| end.0),
             devices,
+            wall_clock_ns: Some(host::wall_clock_ns()),
         }));
     }
 

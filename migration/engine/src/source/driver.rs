@@ -20,7 +20,7 @@ use martlet_ram::{
 };
 use martlet_transport::{Address, ControlLink, RdmaSender, connect, monotonic_now, wait_any};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
-use martlet_wire::control::{Alive, Committed, MigrationId, Setup, WireRange};
+use martlet_wire::control::{Alive, Committed, Control, MigrationId, Setup, WireRange};
 use martlet_wire::hello::{Hello, Role};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -111,8 +111,6 @@ struct Driver<'ram> {
     moments: Option<Moments>,
     last_heartbeat: Option<Instant>,
     last_frames: Vec<Option<Instant>>,
-    /// Both sides run on one host and so on one clock.
-    same_host: bool,
     committed: Option<Committed>,
     alive: Option<Alive>,
     memory_equal: Option<bool>,
@@ -168,7 +166,7 @@ impl<'ram> Driver<'ram> {
             regions: regions.collect(),
             machine: vmm.machine_description(),
             channels,
-            boot_id: host::boot_id(),
+            boot_id: host::clock_id(),
         };
         let config =
             SourceConfig { setup, verify: options.verify, downtime_limit: options.downtime_limit };
@@ -199,7 +197,6 @@ impl<'ram> Driver<'ram> {
             moments: None,
             last_heartbeat: None,
             last_frames: Vec::new(),
-            same_host: false,
             committed: None,
             alive: None,
             memory_equal: None,
@@ -262,7 +259,12 @@ impl<'ram> Driver<'ram> {
 
     fn perform(&mut self, action: SourceAction) {
         match action {
-            SourceAction::Send(message) => self.control.queue(&message),
+            SourceAction::Send(message) => {
+                if let (Control::Commit(_), Some(moments)) = (&message, &mut self.moments) {
+                    moments.commit_sent = monotonic_now();
+                }
+                self.control.queue(&message);
+            }
             SourceAction::OpenChannels { count, token } => self.open_channels(count, token),
             SourceAction::RunRound { round } => self.begin_round(round),
             SourceAction::Decide => self.decide(),

@@ -1,7 +1,7 @@
 //! The switchover's times, and what they say about the blackout.
 
 use crate::report::{Network, Phases, Side, Span};
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Committed, DevicesAlive};
 use std::time::Duration;
 
@@ -40,15 +40,13 @@ impl Moments {
 pub(super) struct Remote {
     pub(super) committed: Committed,
     pub(super) alive: Option<Alive>,
-    /// Destination clock minus source clock.
-    pub(super) offset_ns: i64,
-    /// What the offset may be off by; zero on one host.
-    pub(super) error: Duration,
+    /// How the destination's clock differs.
+    pub(super) clock: ClockOffset,
 }
 
 impl Remote {
     fn here(&self, there_ns: u64) -> Instant {
-        Instant(there_ns.saturating_add_signed(self.offset_ns.saturating_neg()))
+        self.clock.from_peer(Instant(there_ns))
     }
 
     fn loading(&self) -> Option<(Instant, Instant)> {
@@ -85,7 +83,7 @@ pub(super) fn blackout(
     remote: &Remote,
     phases: &Phases,
 ) -> Duration {
-    if remote.error.is_zero()
+    if remote.clock.error.is_zero()
         && let (Some(last), Some(first)) = (last_heartbeat, remote.first_heartbeat())
     {
         return first.since(last);
@@ -112,7 +110,7 @@ pub(super) fn network(
     let blackout = |(card, last): (usize, &Option<Instant>)| {
         let first_ns = devices.first_frames_ns.get(card).copied().flatten()?;
         // Two clocks' error is larger than what is measured here.
-        remote.error.is_zero().then(|| Some(remote.here(first_ns).since((*last)?)))?
+        remote.clock.error.is_zero().then(|| Some(remote.here(first_ns).since((*last)?)))?
     };
     let resume_ns = devices.resume_end_ns.saturating_sub(devices.resume_begin_ns);
     Network {
@@ -216,9 +214,9 @@ mod tests {
                     first_frames_ns: vec![Some(there(1_300_000)), Some(there(1_350_000)), None],
                     trouble: None,
                 }),
+                wall_clock_ns: None,
             }),
-            offset_ns,
-            error,
+            clock: ClockOffset { ns: offset_ns, error },
         }
     }
 

@@ -5,9 +5,10 @@ use super::{Destination, Input};
 use crate::failure::Failure;
 use crate::limits;
 use crate::permit::Arrival;
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{
     Abandon, Commit, Committed, Control, Digest, Fate, Rehearsed, RoundReceived, Setup, SetupDone,
+    State as SavedState,
 };
 
 /// Where the final state is.
@@ -122,7 +123,9 @@ impl Destination {
                     return self.contradicts(state, "a rehearsal during a rehearsal");
                 }
                 let bytes = saved.bytes;
-                self.actions.push_back(DestinationAction::LoadState { bytes, rehearsal: true });
+                let clock = None;
+                let load = DestinationAction::LoadState { bytes, rehearsal: true, clock };
+                self.actions.push_back(load);
                 State::Receiving { rehearsing: true, lost }
             }
             (State::Receiving { rehearsing, lost }, Control::SwitchoverSoon(soon)) => {
@@ -133,8 +136,10 @@ impl Destination {
                     let state = State::Armed { last_round, load, check };
                     return self.contradicts(state, "a second final state");
                 }
-                let bytes = saved.bytes;
-                self.actions.push_back(DestinationAction::LoadState { bytes, rehearsal: false });
+                let SavedState { bytes, clock } = saved;
+                let clock = clock.map(|clock| ClockOffset::from(clock).seen_by_peer());
+                let load = DestinationAction::LoadState { bytes, rehearsal: false, clock };
+                self.actions.push_back(load);
                 State::Armed { last_round, load: Load::Loading, check }
             }
             (State::Armed { last_round, load, check }, Control::AskDigest) => {

@@ -9,9 +9,9 @@ use crate::permit::Arrival;
 use crate::reaction::{Reaction, print_table};
 use crate::{Ledger, limits};
 use core::time::Duration;
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{
-    Abandon, Alive, Commit, Control, Fate, InstanceId, MigrationId, Ping, Setup,
+    Abandon, Alive, Commit, Control, Fate, InstanceId, MeasuredClock, MigrationId, Ping, Setup,
     State as SavedState, SwitchoverSoon, WireRange,
 };
 
@@ -67,8 +67,8 @@ fn events() -> Vec<DestinationEvent> {
     let message = DestinationEvent::Received;
     let mut events = vec![
         message(Control::Setup(setup(ID))),
-        message(Control::Rehearse(SavedState { bytes: vec![1] })),
-        message(Control::FinalState(SavedState { bytes: vec![2] })),
+        message(Control::Rehearse(SavedState { bytes: vec![1], clock: None })),
+        message(Control::FinalState(SavedState { bytes: vec![2], clock: None })),
         message(Control::AskDigest),
         message(Control::Commit(commit())),
         message(Control::Commit(Commit { last_round: LAST - 1, ..commit() })),
@@ -89,6 +89,7 @@ fn events() -> Vec<DestinationEvent> {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         }),
         DestinationEvent::Cancel { reason: reason() },
         DestinationEvent::ControlLost { reason: reason() },
@@ -270,7 +271,7 @@ fn channels_lost_before_the_last_messages_are_read_may_have_done_their_work() {
         destination.on_event(T0, lost);
     }
     let soon = SwitchoverSoon { last_round: LAST };
-    let saved = SavedState { bytes: vec![1] };
+    let saved = SavedState { bytes: vec![1], clock: None };
     for message in
         [Control::SwitchoverSoon(soon), Control::FinalState(saved), Control::Commit(commit())]
     {
@@ -389,4 +390,25 @@ fn a_silent_source_is_noticed_until_its_commit_and_not_after() {
     destination.deadline = None;
     destination.on_timeout(T0.after(limits::SILENCE_MAX));
     assert_eq!(destination.phase(), DestinationPhase::Committing);
+}
+
+#[test]
+fn the_final_state_is_loaded_with_the_clock_that_came_with_it() {
+    for (sent, known) in [
+        (None, None),
+        (
+            Some(MeasuredClock { offset_ns: 5, error_ns: 3 }),
+            Some(ClockOffset { ns: -5, error: Duration::from_nanos(3) }),
+        ),
+    ] {
+        let (load, check) = (Load::Missing, Check::NotAsked);
+        let mut destination = machine(LAST, State::Armed { last_round: LAST, load, check });
+        let saved = SavedState { bytes: vec![1], clock: sent };
+        destination.on_event(T0, DestinationEvent::Received(Control::FinalState(saved)));
+        let loaded = actions(&mut destination).into_iter().find_map(|action| match action {
+            DestinationAction::LoadState { rehearsal: false, clock, .. } => Some(clock),
+            _ => None,
+        });
+        assert_eq!(loaded, Some(known));
+    }
 }

@@ -2,7 +2,7 @@
 
 use crate::Failure;
 use crate::permit::RunPermit;
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Control, Setup};
 
 /// What a destination tells its peers about itself.
@@ -95,6 +95,8 @@ pub enum DestinationAction {
         bytes: Vec<u8>,
         /// Whether another state will follow.
         rehearsal: bool,
+        /// With the last state: how the source's clock differs from this side's, if it said so.
+        clock: Option<ClockOffset>,
     },
     /// The blackout is near: stay awake.
     Arm,

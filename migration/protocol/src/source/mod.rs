@@ -8,13 +8,13 @@ mod types;
 
 pub use types::{Decision, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
 
-use crate::clock::{ClockEstimate, Pinger};
+use crate::clock::Pinger;
 use crate::failure::Failure;
 use crate::limits;
 use crate::reaction::Reaction;
 use core::mem;
 use core::time::Duration;
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Control, Rehearsed, SetupDone};
 use state::State;
 use std::collections::VecDeque;
@@ -122,12 +122,22 @@ impl Source {
     /// A round trip on the control connection: the shortest of the last few. Known from the first
     /// [`SourceAction::Decide`] on.
     pub fn round_trip(&self) -> Option<Duration> {
-        self.pinger.estimate().map(|estimate| estimate.round_trip)
+        self.pinger.round_trip()
     }
 
-    /// How the destination's clock differs. Known from the first [`SourceAction::Decide`] on.
-    pub fn clock(&self) -> Option<ClockEstimate> {
-        self.pinger.estimate()
+    /// How the destination's clock differs. Known from the first [`SourceAction::Decide`] on. It is
+    /// one clock only if both sides name the same one and the pings agree: a host that was cloned
+    /// or resumed from a snapshot has its twin's names.
+    pub fn clock(&self, now: Instant) -> Option<ClockOffset> {
+        let measured = self.pinger.offset(now)?;
+        let agrees = u128::from(measured.ns.unsigned_abs()) <= measured.error.as_nanos();
+        Some(if self.names_agree() && agrees { ClockOffset::ONE_CLOCK } else { measured })
+    }
+
+    /// Whether both sides named the same clock. All zeros name none.
+    fn names_agree(&self) -> bool {
+        let here = self.config.setup.boot_id;
+        here != [0; 16] && self.peer.is_some_and(|peer| peer.boot_id == here)
     }
 
     /// Changes the blackout that the owner accepts. Counts for a switchover not yet begun.

@@ -223,7 +223,7 @@ impl Source {
                 if let Some(failure) = too_long(&saved) {
                     return self.fail(waiting, failure);
                 }
-                self.send(Control::Rehearse(SavedState { bytes: saved }));
+                self.send(Control::Rehearse(SavedState { bytes: saved, clock: None }));
                 self.expect_within(now, limits::REHEARSAL_MAX);
                 waiting
             }
@@ -247,11 +247,11 @@ impl Source {
                 self.actions.push_back(SourceAction::Resume { permit, running });
                 state
             }
-            (state, event) => self.on_switchover_report(state, event),
+            (state, event) => self.on_switchover_report(now, state, event),
         }
     }
 
-    fn on_switchover_report(&mut self, state: State, event: SourceEvent) -> State {
+    fn on_switchover_report(&mut self, now: Instant, state: State, event: SourceEvent) -> State {
         match (state, event) {
             (
                 State::Switching { held, last_round, pages_sent, state_sent },
@@ -272,7 +272,8 @@ impl Source {
                         State::Switching { held, last_round, pages_sent, state_sent: false };
                     return self.fail(state, failure);
                 }
-                self.send(Control::FinalState(SavedState { bytes }));
+                let clock = self.clock(now).map(Into::into);
+                self.send(Control::FinalState(SavedState { bytes, clock }));
                 self.end_switching(held, last_round, pages_sent, true)
             }
             (State::Comparing { held, last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {

@@ -10,8 +10,8 @@ use crate::{Doubt, Failure, RunPermit, limits};
 use core::time::Duration;
 use martlet_units::Instant;
 use martlet_wire::control::{
-    Abandon, Alive, Answer, Committed, Control, Digest, Fate, InstanceId, MigrationId, Pong,
-    Rehearsed, RoundReceived, STATE_BYTES_MAX, Setup, SetupDone, WireRange,
+    Abandon, Alive, Answer, Committed, Control, Digest, Fate, InstanceId, MeasuredClock,
+    MigrationId, Pong, Rehearsed, RoundReceived, STATE_BYTES_MAX, Setup, SetupDone, WireRange,
 };
 
 const T0: Instant = Instant(1_000_000_000);
@@ -100,6 +100,7 @@ fn inputs() -> Vec<(Kind, Input)> {
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
+            wall_clock_ns: None,
         })),
         message(Control::Abandon(why)),
         message(Control::Pong(Pong { sent_ns: 0, answered_ns: 0 })),
@@ -400,4 +401,44 @@ fn memory_that_differs_is_not_handed_over() {
         assert!(matches!(told[1], SourceAction::Send(Control::Abandon(_))), "{told:?}");
         assert_eq!(reason_of(&told[2]), Some(Failure::MemoryDiffers.to_string()));
     }
+}
+
+/// What the final state says of the clocks, after a ping that took 100 ns there and back.
+fn clock_sent(boot_id: [u8; 16], offset_ns: i64) -> Option<MeasuredClock> {
+    let mut config = config(false);
+    config.setup.boot_id = [7; 16];
+    let mut source = Source::new(T0, config);
+    source.on_event(
+        T0.after(Duration::from_nanos(100)),
+        SourceEvent::Received(Control::Pong(Pong {
+            sent_ns: T0.0,
+            answered_ns: (T0.0 + 50).saturating_add_signed(offset_ns),
+        })),
+    );
+    let (held, last_round) = (held(), 5);
+    source.state = State::Switching { held, last_round, pages_sent: true, state_sent: false };
+    source.peer = Some(SetupDone { boot_id, ..done() });
+    let saved = SourceEvent::StateSaved { bytes: vec![1] };
+    source.on_event(T0.after(Duration::from_nanos(100)), saved);
+    actions(&mut source).into_iter().find_map(|action| match action {
+        SourceAction::Send(Control::FinalState(state)) => Some(state.clock),
+        _ => None,
+    })?
+}
+
+#[test]
+fn the_final_state_says_how_the_clocks_differ() {
+    let measured = |offset_ns| Some(MeasuredClock { offset_ns, error_ns: 50 });
+    assert_eq!(clock_sent([8; 16], 590_000_000_000), measured(590_000_000_000));
+    assert_eq!(clock_sent([8; 16], -30), measured(-30));
+    // One host, and the pings agree.
+    let one = Some(MeasuredClock { offset_ns: 0, error_ns: 0 });
+    assert_eq!(clock_sent([7; 16], -30), one);
+}
+
+/// A clone of a host has its twin's names.
+#[test]
+fn equal_names_are_not_one_clock_if_the_pings_say_otherwise() {
+    let measured = MeasuredClock { offset_ns: 1_000_000_000_000, error_ns: 50 };
+    assert_eq!(clock_sent([7; 16], 1_000_000_000_000), Some(measured));
 }

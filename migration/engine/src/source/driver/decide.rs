@@ -1,7 +1,6 @@
 //! What is measured while the guest runs, and what follows from it.
 
 use super::Driver;
-use crate::host;
 use martlet_policy::{self as policy, RoundResult, predict};
 use martlet_protocol::{Decision, SourceEvent};
 use martlet_transport::monotonic_now;
@@ -34,10 +33,6 @@ impl Driver<'_> {
                         self.measured.bandwidth = BytesPerSec::measured(bytes, took);
                     }
                 }
-            }
-            Control::SetupDone(done) => {
-                let here = host::boot_id();
-                self.same_host = done.boot_id == here && here != [0; 16];
             }
             Control::Rehearsed(rehearsed) => {
                 self.measured.load = Duration::from_nanos(rehearsed.load_ns);

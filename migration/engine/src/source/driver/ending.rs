@@ -81,7 +81,7 @@ impl Driver<'_> {
             error,
             total,
             blackout,
-            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.error),
+            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.clock.error),
             predicted: self.prediction.filter(|_| moments.is_some()),
             phases,
             timeline: moments.map_or_else(Vec::new, |moments| {
@@ -104,13 +104,10 @@ impl Driver<'_> {
     /// What the destination said of the switchover.
     fn remote(&self) -> Option<Remote> {
         let committed = self.committed?;
-        let (offset_ns, error) = if self.same_host {
-            (0, Duration::ZERO)
-        } else {
-            let clock = self.machine.clock()?;
-            (clock.offset_ns, clock.error)
-        };
-        Some(Remote { committed, alive: self.alive.clone(), offset_ns, error })
+        // The clocks are compared as they were then: they drift apart until the report.
+        let switchover = self.moments.map_or_else(monotonic_now, |moments| moments.commit_sent);
+        let clock = self.machine.clock(switchover)?;
+        Some(Remote { committed, alive: self.alive.clone(), clock })
     }
 
     /// An undecided migration waits here until the destination settles it.
