@@ -21,6 +21,7 @@ pub(crate) fn progress(status: Status, round: u32) -> Progress {
         remaining: PageCount(1000),
         total: PageCount(1 << 18),
         dirty_pages_per_s: 4000,
+        outrun: None,
         predicted_blackout: Some(Duration::from_micros(610)),
         throttle_percent: 0,
         pages: PageCounts { normal: 100_000, zero: 5, untouched: 130_000 },

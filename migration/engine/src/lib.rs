@@ -16,9 +16,9 @@ mod vmm;
 pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
 pub use destination::{ReceiveStatus, Receiver};
 pub use report::{
-    Network, Outcome, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+    Network, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
 };
-pub use source::{MigrateOptions, Migration};
+pub use source::{MigrateOptions, Migration, Then, Within};
 pub use vmm::{
     DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused, Rehearsal,
     RunState, SourceVmm, VmmError,

@@ -67,6 +67,9 @@ pub struct Progress {
     pub total: PageCount,
     /// Pages dirtied a second, from the last round.
     pub dirty_pages_per_s: u64,
+    /// The guest dirties memory faster than the link carries it, and nothing will be done about
+    /// that: the migration does not end by itself.
+    pub outrun: Option<Outrun>,
     /// What the blackout would be, were the guest stopped now.
     pub predicted_blackout: Option<Duration>,
     /// The guest's time taken away to let the migration converge, in per cent.
@@ -75,6 +78,15 @@ pub struct Progress {
     pub pages: PageCounts,
     /// Why it failed, in one line.
     pub error: Option<String>,
+}
+
+/// A guest that is faster than its link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outrun {
+    /// What it dirties.
+    pub dirties: BytesPerSec,
+    /// What the link carries.
+    pub carries: BytesPerSec,
 }
 
 /// The parts of the blackout that the source waits for, one after the other. Their sum is the
@@ -207,11 +219,11 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of an attempt that failed before anything was sent.
-    pub(crate) fn not_begun(reason: String, started: Instant) -> Report {
+    /// The report of an attempt that ended before anything was sent.
+    pub(crate) fn not_begun(outcome: Outcome, error: Option<String>, started: Instant) -> Report {
         Report {
-            outcome: Outcome::Failed,
-            error: Some(reason),
+            outcome,
+            error,
             total: martlet_transport::monotonic_now().since(started),
             blackout: None,
             clock_error: Duration::ZERO,

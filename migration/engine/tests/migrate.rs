@@ -5,7 +5,9 @@
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};
-use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status};
+use martlet_engine::{
+    MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status, Then, Within,
+};
 use martlet_transport::{Address, connect};
 use martlet_wire::hello::Hello;
 use std::io::Write;
@@ -205,4 +207,69 @@ fn nobody_there_is_one_clear_line() {
     let error = report.error.unwrap();
     assert!(error.contains("/nonexistent/socket") && !error.contains('\n'), "{error}");
     assert!(source.is_running());
+}
+
+/// A destination that listens and never answers, or a socket that nobody accepts, holds its owner
+/// up for as long as a connection may take.
+#[test]
+fn a_cancel_ends_the_connecting_at_once() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let to = Address::Tcp { host: "127.0.0.1".to_owned(), port };
+    let source = FakeVmm::booted();
+    let migration = Migration::start(source.clone(), &to, MigrateOptions::default()).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(migration.progress().status, Status::Setup);
+    migration.cancel();
+    // Half of what the greeting may take, so that a busy host does not decide.
+    let report = migration.wait(Duration::from_secs(5)).expect("ends at once");
+    assert_eq!((report.outcome, report.error), (Outcome::Cancelled, None));
+    assert!(source.is_running());
+}
+
+/// One that greets, and then neither reads nor writes.
+#[test]
+fn a_cancel_is_heard_while_the_destination_is_silent() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let to = Address::Tcp { host: "127.0.0.1".to_owned(), port };
+    std::thread::spawn(move || {
+        use std::io::Read;
+        let (mut stream, _) = silent.accept().unwrap();
+        stream.read_exact(&mut [0; 64]).unwrap();
+        stream.write_all(&martlet_wire::hello::HelloReply::accept(1).to_bytes()).unwrap();
+        std::thread::sleep(PATIENCE);
+        drop(stream);
+    });
+    let source = FakeVmm::booted();
+    let migration = Migration::start(source.clone(), &to, MigrateOptions::default()).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    migration.cancel();
+    let report = migration.wait(Duration::from_secs(5)).expect("ends at once");
+    assert_eq!(report.outcome, Outcome::Cancelled);
+    assert!(source.is_running());
+}
+
+#[test]
+fn a_migration_that_takes_too_long_does_what_its_owner_wants() {
+    let endless = |then| MigrateOptions {
+        auto_converge: false,
+        // Nothing fits that.
+        downtime_limit: Duration::from_nanos(1),
+        within: Some(Within { limit: Duration::from_millis(500), then }),
+        ..MigrateOptions::default()
+    };
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    source.burst.store(4000, Ordering::Relaxed);
+    let report = migrate(&source, &receiver, endless(Then::Cancel));
+    assert_eq!(report.outcome, Outcome::Cancelled, "{report:?}");
+    assert!(report.error.unwrap().contains("within 500ms"));
+    assert!(source.is_running());
+    while matches!(receiver.status(), ReceiveStatus::Active) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let report = migrate(&source, &receiver, endless(Then::Stop));
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    check_guest(&arrived(&factory));
 }

@@ -119,6 +119,19 @@ impl Convergence {
         Decision::NextRound { throttle_percent: self.throttle_percent, rest }
     }
 
+    /// Whether the guest dirties memory faster than the link carries it and nothing more will be
+    /// done about that: the migration does not end by itself.
+    pub fn is_outrun(&self) -> bool {
+        let can_throttle =
+            self.auto_converge == AutoConverge::On && self.throttle_percent < THROTTLE_PERCENT_MAX;
+        self.fast_rounds >= FAST_ROUNDS && !can_throttle
+    }
+
+    /// Changes whether time may be taken from the guest from now on.
+    pub fn set_auto_converge(&mut self, auto_converge: AutoConverge) {
+        self.auto_converge = auto_converge;
+    }
+
     /// What is taken from the guest now, in per cent.
     pub fn throttle_percent(&self) -> u8 {
         self.throttle_percent
@@ -152,11 +165,14 @@ impl Convergence {
     /// Raises the throttle if the guest keeps dirtying memory faster than the link carries it.
     fn throttle(&mut self, result: &RoundResult, pages_are_to_blame: bool) {
         let fast = result.dirty.0.saturating_mul(2) >= result.sent.0 && !is_small(result);
-        if self.auto_converge == AutoConverge::Off || !pages_are_to_blame || !fast {
+        if !pages_are_to_blame || !fast {
             self.fast_rounds = 0;
             return;
         }
         self.fast_rounds = self.fast_rounds.saturating_add(1);
+        if self.auto_converge == AutoConverge::Off {
+            return;
+        }
         if self.throttle_percent > 0 {
             let more = self.throttle_percent.saturating_add(THROTTLE_STEP_PERCENT);
             self.throttle_percent = more.min(THROTTLE_PERCENT_MAX);

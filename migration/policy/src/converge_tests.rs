@@ -203,3 +203,24 @@ proptest! {
         prop_assert!(stopped || !last_fits, "it fitted after {} rounds", rounds.len());
     }
 }
+
+#[test]
+fn a_guest_faster_than_the_link_is_said_to_be() {
+    // 100,000 pages take 410 ms.
+    let fast = result(100_000, 100_000);
+    let mut convergence = Convergence::new(AutoConverge::Off);
+    assert_eq!(convergence.after_round(&fast, LIMIT), next(0));
+    assert!(!convergence.is_outrun(), "once is a burst");
+    assert_eq!(convergence.after_round(&fast, LIMIT), next(0));
+    assert!(convergence.is_outrun());
+    // Its owner lets it be slowed down.
+    convergence.set_auto_converge(AutoConverge::On);
+    assert!(!convergence.is_outrun());
+    assert_eq!(convergence.after_round(&fast, LIMIT), next(20));
+    for _ in 0..20 {
+        convergence.after_round(&fast, LIMIT);
+    }
+    assert!(convergence.is_outrun(), "nothing more can be taken from it");
+    convergence.after_round(&result(100_000, 1_000), LIMIT);
+    assert!(!convergence.is_outrun());
+}

@@ -1,7 +1,7 @@
 //! The control connection: whole messages both ways.
 
 use crate::Stream;
-use martlet_wire::control::Control;
+use martlet_wire::control::{Control, STATE_BYTES_MAX};
 use martlet_wire::frame::{self, DecodeError, FRAME_HEADER_BYTES, FrameHeader};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,6 +11,13 @@ const READ_BYTES: usize = 16 << 10;
 
 /// A receive buffer larger than this is given back once it is empty: states come seldom.
 const KEEP_BYTES: usize = 256 << 10;
+
+/// Reads in one look, so that a peer that never stops sending can't hold whoever looks.
+const READS_MAX: usize = 16;
+
+/// Bytes that may wait to be sent: one state, and room for what goes with it. A peer that leaves
+/// more than that takes nothing any more.
+const UNSENT_BYTES_MAX: usize = STATE_BYTES_MAX + (1 << 20);
 
 /// Why no message came.
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +39,8 @@ pub enum ReceiveError {
 pub struct ControlLink {
     stream: Stream,
     out: Vec<u8>,
+    /// Bytes of `out` that the kernel has.
+    handed_over: usize,
     input: Vec<u8>,
     /// Bytes of `input` that were decoded already.
     consumed: usize,
@@ -41,7 +50,14 @@ pub struct ControlLink {
 impl ControlLink {
     /// Takes a connection whose hello is done.
     pub fn new(stream: Stream) -> ControlLink {
-        ControlLink { stream, out: Vec::new(), input: Vec::new(), consumed: 0, sent_bytes: 0 }
+        ControlLink {
+            stream,
+            out: Vec::new(),
+            handed_over: 0,
+            input: Vec::new(),
+            consumed: 0,
+            sent_bytes: 0,
+        }
     }
 
     /// Puts a message behind those that wait for [`ControlLink::flush`].
@@ -52,20 +68,59 @@ impl ControlLink {
         frame::encode(message, &mut self.out).expect("own messages keep the protocol's limits");
     }
 
-    /// Sends what was queued, in one piece.
+    /// Sends of what was queued as much as there is room for, in one piece if all of it; never
+    /// waits. Call it again when the connection is writable and [`ControlLink::unsent`] is not 0.
+    ///
+    /// # Errors
+    /// If the connection broke, or the peer takes nothing and more waits than it may.
     pub fn flush(&mut self) -> io::Result<()> {
-        if self.out.is_empty() {
-            return Ok(());
+        while self.handed_over < self.out.len() {
+            match self.stream.write_now(&self.out[self.handed_over..]) {
+                Ok(sent) => {
+                    self.handed_over += sent;
+                    self.sent_bytes += sent as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return self.check_unsent();
+                }
+                Err(error) => {
+                    self.drop_unsent();
+                    return Err(error);
+                }
+            }
         }
-        let sent = self.stream.write_all(&self.out);
-        self.sent_bytes += self.out.len() as u64;
-        self.out.clear();
-        sent
+        self.drop_unsent();
+        Ok(())
     }
 
-    /// The next message if it is there; never waits.
+    /// Bytes that were queued and that the kernel does not have yet.
+    pub fn unsent(&self) -> usize {
+        self.out.len() - self.handed_over
+    }
+
+    fn check_unsent(&mut self) -> io::Result<()> {
+        let unsent = self.unsent();
+        if unsent <= UNSENT_BYTES_MAX {
+            return Ok(());
+        }
+        self.drop_unsent();
+        let text = format!("the peer takes no messages: {unsent} bytes wait");
+        Err(io::Error::other(text))
+    }
+
+    fn drop_unsent(&mut self) {
+        self.handed_over = 0;
+        self.out.clear();
+        if self.out.capacity() > KEEP_BYTES {
+            self.out = Vec::new();
+        }
+    }
+
+    /// The next message if it is there; never waits, and reads a bounded part of a longer one: the
+    /// connection is readable then, so look again.
     pub fn try_receive(&mut self) -> Result<Option<Control>, ReceiveError> {
-        loop {
+        for _ in 0..READS_MAX {
             if let Some(message) = self.decode_next()? {
                 return Ok(Some(message));
             }
@@ -79,6 +134,7 @@ impl ControlLink {
                 },
             }
         }
+        Ok(self.decode_next()?)
     }
 
     /// Bytes that were sent so far.
@@ -161,11 +217,39 @@ mod tests {
         one.queue(&big);
         one.flush().unwrap();
         one.queue(&Control::ChannelsReady);
-        one.flush().unwrap();
+        while one.unsent() > 0 {
+            one.flush().unwrap();
+            std::thread::yield_now();
+        }
         drop(one);
         let (messages, end) = reader.join().unwrap();
         assert_eq!(messages, [Control::Ping(Ping { sent_ns: 1 }), big, Control::ChannelsReady]);
         assert!(matches!(end, ReceiveError::Closed));
+    }
+
+    #[test]
+    fn a_peer_that_reads_nothing_holds_nobody_up() {
+        let (mut one, two) = pair();
+        let big = Control::Rehearse(State { bytes: vec![7; 40 << 20], clock: None });
+        one.queue(&big);
+        one.flush().unwrap();
+        assert!(one.unsent() > 0, "more than the kernel holds");
+        one.queue(&big);
+        let full = one.flush().unwrap_err();
+        assert!(full.to_string().contains("takes no messages"), "{full}");
+        drop(two);
+    }
+
+    #[test]
+    fn a_long_message_is_read_in_several_looks() {
+        let (mut one, mut two) = pair();
+        one.queue(&Control::Rehearse(State { bytes: vec![7; 1 << 20], clock: None }));
+        one.flush().unwrap();
+        let mut looks = 1;
+        while two.try_receive().unwrap().is_none() {
+            looks += 1;
+        }
+        assert_eq!((looks, one.unsent()), (5, 0), "256 KiB each, and a little more than 1 MiB");
     }
 
     #[test]

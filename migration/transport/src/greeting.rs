@@ -1,7 +1,7 @@
 //! The first bytes on every connection, both ways.
 
-use crate::Address;
-use crate::stream::{Stream, monotonic_now};
+use crate::stream::Stream;
+use crate::{Address, Target, Until};
 use martlet_wire::hello::{
     HELLO_BYTES, Hello, HelloError, HelloReply, REPLY_BYTES, check_hello_prefix, check_reply_prefix,
 };
@@ -31,21 +31,79 @@ pub enum GreetingError {
     Hello(#[from] HelloError),
 }
 
-/// Connects and greets; returns once the listener has accepted.
+/// Connections that greet at the same time. A listener takes a few more before it calls it a flood.
+const GREETINGS_AT_ONCE: usize = 16;
+
+/// Connects and greets; returns once the listener has accepted. Blocks for as long as the name's
+/// lookup does, and [`GREETING_MAX`] beyond that.
 pub fn connect(to: &Address, hello: &Hello) -> Result<Stream, GreetingError> {
-    let stream = Stream::connect(to, GREETING_MAX)
-        .map_err(|source| GreetingError::Connect { to: to.clone(), source })?;
-    stream.write_all(&hello.to_bytes()).map_err(GreetingError::Io)?;
-    let mut reply = [0; REPLY_BYTES];
-    read_checked(&stream, &mut reply, check_reply_prefix)?;
-    HelloReply::parse(&reply)?.accepted()?;
+    let (stream, _) = connect_first(to, hello, &Until::within(GREETING_MAX))?;
     Ok(stream)
+}
+
+/// Connects to the first of an address's targets that takes the connection, and says which. Each
+/// has its part of the time. The lookup of a name can't be ended early; see [`Target::resolve`].
+pub fn connect_first(
+    to: &Address,
+    hello: &Hello,
+    until: &Until<'_>,
+) -> Result<(Stream, Target), GreetingError> {
+    let failed = |source| GreetingError::Connect { to: to.clone(), source };
+    let targets = Target::resolve(to).map_err(failed)?;
+    let mut last = io::Error::from(io::ErrorKind::TimedOut);
+    for (target, left) in targets.iter().zip((1..=targets.len()).rev()) {
+        let share = until.left() / u32::try_from(left).unwrap_or(u32::MAX);
+        match Stream::connect(target, &until.at_most(share)) {
+            Ok(stream) => {
+                greet(&stream, hello)?;
+                read_reply(&stream, until)?;
+                return Ok((stream, target.clone()));
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(failed(last))
+}
+
+/// Connects once for each greeting, to one target, and returns when the listener has accepted all
+/// of them. A listener that is slow to greet is so for several at the same time.
+pub fn connect_all(
+    to: &Address,
+    target: &Target,
+    hellos: &[Hello],
+    until: &Until<'_>,
+) -> Result<Vec<Stream>, GreetingError> {
+    let mut streams = Vec::with_capacity(hellos.len());
+    for some in hellos.chunks(GREETINGS_AT_ONCE) {
+        let first = streams.len();
+        for hello in some {
+            let stream = Stream::connect(target, until)
+                .map_err(|source| GreetingError::Connect { to: to.clone(), source })?;
+            greet(&stream, hello)?;
+            streams.push(stream);
+        }
+        for stream in &streams[first..] {
+            read_reply(stream, until)?;
+        }
+    }
+    Ok(streams)
+}
+
+fn greet(stream: &Stream, hello: &Hello) -> Result<(), GreetingError> {
+    stream.write_all(&hello.to_bytes()).map_err(GreetingError::Io)
+}
+
+fn read_reply(stream: &Stream, until: &Until<'_>) -> Result<(), GreetingError> {
+    let mut reply = [0; REPLY_BYTES];
+    read_checked(stream, &mut reply, until, check_reply_prefix)?;
+    HelloReply::parse(&reply)?.accepted()?;
+    Ok(())
 }
 
 /// Reads the greeting of a connection that was accepted. The caller answers with [`reply`].
 pub fn read_hello(stream: &Stream) -> Result<Hello, GreetingError> {
     let mut hello = [0; HELLO_BYTES];
-    read_checked(stream, &mut hello, check_hello_prefix)?;
+    read_checked(stream, &mut hello, &Until::within(GREETING_MAX), check_hello_prefix)?;
     Ok(Hello::parse(&hello)?)
 }
 
@@ -61,17 +119,15 @@ const PREFIX_BYTES: usize = 8;
 fn read_checked(
     stream: &Stream,
     buffer: &mut [u8],
+    until: &Until<'_>,
     check: impl Fn(&[u8]) -> Result<(), HelloError>,
 ) -> Result<(), GreetingError> {
-    let deadline = monotonic_now().after(GREETING_MAX);
     let (prefix, rest) = buffer.split_at_mut(PREFIX_BYTES);
     for filled in 0..PREFIX_BYTES {
-        stream
-            .read_exact_until(&mut prefix[filled..=filled], deadline)
-            .map_err(GreetingError::Io)?;
+        stream.read_exact(&mut prefix[filled..=filled], until).map_err(GreetingError::Io)?;
         check(&prefix[..=filled])?;
     }
-    stream.read_exact_until(rest, deadline).map_err(GreetingError::Io)
+    stream.read_exact(rest, until).map_err(GreetingError::Io)
 }
 
 #[cfg(test)]
@@ -100,8 +156,66 @@ mod tests {
         assert_eq!((hello.role, hello.channel, hello.token), (Role::DATA, 3, [9; 16]));
         reply(&here, &HelloReply::refuse(Status::TOKEN)).unwrap();
         let mut bytes = [0; REPLY_BYTES];
-        read_checked(&there, &mut bytes, check_reply_prefix).unwrap();
+        read_checked(&there, &mut bytes, &Until::within(GREETING_MAX), check_reply_prefix).unwrap();
         assert!(HelloReply::parse(&bytes).unwrap().accepted().is_err());
+    }
+
+    /// Eight channels of a listener that takes 300 ms to greet each are not eight times as long.
+    #[test]
+    fn slow_greetings_of_many_channels_are_awaited_together() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let to = Address::Tcp { host: "127.0.0.1".to_owned(), port: at.port() };
+        let count = 40;
+        std::thread::spawn(move || {
+            let serve = |stream: std::net::TcpStream| {
+                let stream = Stream::from_tcp(stream).unwrap();
+                let hello = read_hello(&stream).unwrap();
+                std::thread::sleep(Duration::from_millis(300));
+                reply(&stream, &HelloReply::accept(hello.negotiate().unwrap())).unwrap();
+                stream
+            };
+            let greeted: Vec<_> = listener
+                .incoming()
+                .take(count)
+                .map(|stream| std::thread::spawn(move || serve(stream.unwrap())))
+                .collect();
+            greeted.into_iter().for_each(|thread| drop(thread.join()));
+        });
+        let hellos: Vec<Hello> = (0..40).map(|channel| Hello::data(channel, [1; 16])).collect();
+        // A tenth of what one behind the other would take, and room for a busy host.
+        let until = Until::within(Duration::from_secs(8));
+        let streams = connect_all(&to, &Target::Ip(at), &hellos, &until).unwrap();
+        assert_eq!(streams.len(), count);
+    }
+
+    /// A Unix socket that nobody accepts blocks a plain `connect` for ever.
+    #[test]
+    fn a_socket_that_nobody_accepts_is_given_up_at_once_when_cancelled() {
+        let folder = std::env::temp_dir().join(format!("martlet-greet-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("full");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let to = Address::Unix(path.clone());
+        let wake = std::sync::Arc::new(crate::Wake::new().unwrap());
+        let mut kept = Vec::new();
+        // As many as the backlog takes.
+        let brief = || Until::within(Duration::from_millis(200));
+        while let Ok(stream) = Stream::connect(&Target::Unix(path.clone()), &brief()) {
+            kept.push(stream);
+        }
+        let error = connect_first(&to, &Hello::control(), &brief()).unwrap_err();
+        assert!(error.to_string().contains("timed out"), "{error}");
+        let waker = std::sync::Arc::clone(&wake);
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            waker.raise();
+        });
+        let until = Until::within(Duration::from_secs(3600)).or_cancelled(&wake);
+        let error = connect_first(&to, &Hello::control(), &until).unwrap_err();
+        assert!(error.to_string().contains("cancelled"), "{error}");
+        drop(listener);
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -19,17 +19,21 @@ mod raw;
 pub mod rdma;
 mod rdma_link;
 mod stream;
+mod target;
 mod wake;
 
 pub use address::{Address, ParseAddressError};
 pub use control::{ControlLink, ReceiveError};
 pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError};
-pub use greeting::{GREETING_MAX, GreetingError, connect, read_hello, reply};
+pub use greeting::{
+    GREETING_MAX, GreetingError, connect, connect_all, connect_first, read_hello, reply,
+};
 pub use listener::Listener;
 pub use rdma_link::{
     ParseProviderError, Provider, RdmaAccept, RdmaOptions, RdmaReceiver, RdmaSender, Received, Sent,
 };
 pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
+pub use target::{Target, Until};
 pub use wake::Wake;
 
 /// An error and its causes as one line.

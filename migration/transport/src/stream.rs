@@ -1,17 +1,24 @@
 //! One connection, TCP or Unix, never blocking without a bound.
 
-use crate::Address;
+use crate::{Target, Until};
 use martlet_units::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{RecvFlags, SendFlags, Shutdown};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
 use std::io;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 /// How long a peer may take no byte, or give none, while one is due.
 pub const STALL_MAX: Duration = Duration::from_secs(10);
+
+/// A Unix socket whose listener has too many connections waiting is tried again this soon: it
+/// can't be waited for.
+const BACKLOG_RETRY: Duration = Duration::from_millis(10);
 
 /// Bytes that a Unix socket may hold: its default holds less than one huge page. TCP sizes its
 /// buffers by itself.
@@ -53,20 +60,36 @@ impl Stream {
         Ok(Stream { fd })
     }
 
-    /// Connects within `limit`; a name's addresses are tried in turn.
-    pub fn connect(address: &Address, limit: Duration) -> io::Result<Stream> {
-        match address {
-            Address::Unix(path) => Stream::from_unix(UnixStream::connect(path)?),
-            Address::Tcp { host, port } | Address::Rdma { host, port } => {
-                let mut last = None;
-                for candidate in (host.as_str(), *port).to_socket_addrs()? {
-                    match TcpStream::connect_timeout(&candidate, limit) {
-                        Ok(stream) => return Stream::from_tcp(stream),
-                        Err(error) => last = Some(error),
-                    }
+    /// Connects, however the other side behaves within `until`.
+    pub(crate) fn connect(target: &Target, until: &Until<'_>) -> io::Result<Stream> {
+        let family = match target {
+            Target::Ip(SocketAddr::V4(_)) => AddressFamily::INET,
+            Target::Ip(SocketAddr::V6(_)) => AddressFamily::INET6,
+            Target::Unix(_) => AddressFamily::UNIX,
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        loop {
+            let connected = match target {
+                Target::Ip(address) => rustix::net::connect(&fd, address),
+                Target::Unix(path) => {
+                    rustix::net::connect(&fd, &SocketAddrUnix::new(path.as_path())?)
                 }
-                Err(last.unwrap_or_else(|| io::Error::other("the name has no address")))
+            };
+            match connected {
+                Ok(()) | Err(Errno::ISCONN) => break,
+                Err(Errno::AGAIN) => until.pause(BACKLOG_RETRY)?,
+                Err(Errno::INPROGRESS | Errno::INTR) => {
+                    until.wait(fd.as_fd(), PollFlags::OUT)?;
+                    sockopt::socket_error(&fd)??;
+                    break;
+                }
+                Err(error) => return Err(error.into()),
             }
+        }
+        match target {
+            Target::Ip(_) => Stream::from_tcp(fd.into()),
+            Target::Unix(_) => Stream::from_unix(fd.into()),
         }
     }
 
@@ -112,31 +135,34 @@ impl Stream {
         if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(got) }
     }
 
+    /// Writes what there is room for now; `WouldBlock` if that is nothing.
+    pub(crate) fn write_now(&self, bytes: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        Ok(rustix::net::send(&self.fd, bytes, flags)?)
+    }
+
     /// Writes all of `bytes`, with a bound on every wait.
     pub(crate) fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            match self.write_now(bytes) {
                 Ok(sent) => bytes = &bytes[sent..],
-                Err(rustix::io::Errno::AGAIN) => self.wait_writable()?,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_writable()?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
-    /// Reads exactly `buffer.len()` bytes before `deadline`.
-    pub(crate) fn read_exact_until(&self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+    /// Reads exactly `buffer.len()` bytes within `until`.
+    pub(crate) fn read_exact(&self, buffer: &mut [u8], until: &Until<'_>) -> io::Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {
             match self.read_now(&mut buffer[filled..]) {
                 Ok(got) => filled += got,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let left = deadline.since(monotonic_now());
-                    if left.is_zero() || !self.wait_readable(left)? {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
+                    until.wait(self.as_fd(), PollFlags::IN)?;
                 }
                 Err(error) => return Err(error),
             }

@@ -400,10 +400,10 @@ impl Attempt {
         if self.heartbeat_until.is_some() {
             limit = limit.min(HEARTBEAT_INTERVAL);
         }
-        let mut fds = [
-            PollFd::new(self.events.wake(), PollFlags::IN),
-            PollFd::new(&self.control, PollFlags::IN),
-        ];
+        let mut wanted = PollFlags::IN;
+        wanted.set(PollFlags::OUT, self.control.unsent() > 0);
+        let mut fds =
+            [PollFd::new(self.events.wake(), PollFlags::IN), PollFd::new(&self.control, wanted)];
         let watched = if self.control_open { 2 } else { 1 };
         if let Err(error) = wait_any(&mut fds[..watched], limit) {
             let reason = format!("cannot wait for events: {error}");

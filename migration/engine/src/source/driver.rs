@@ -3,30 +3,27 @@
 mod blackout;
 mod decide;
 mod ending;
+mod look;
+mod rounds;
 
-use super::MigrateOptions;
-use super::events::Event;
-use super::lanes::{Common, Lanes, Sent};
+use super::connecting::{self, Unconnected};
+use super::lanes::{Lanes, Sent};
 use super::shared::Shared;
 use super::switchover::Moments;
-use crate::report::{Report, Status};
+use super::{MigrateOptions, Then};
+use crate::report::{Outcome, Report, Status};
 use crate::{GuestCheck, SourceVmm, chain, host};
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
 use martlet_protocol::{Decision, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome};
-use martlet_ram::{
-    Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner, TrackError, mark_touched,
-};
-use martlet_transport::{Address, ControlLink, RdmaSender, connect, monotonic_now, wait_any};
-use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use martlet_ram::{Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner};
+use martlet_transport::{Address, ControlLink, Stream, Target, monotonic_now};
+use martlet_units::Instant;
 use martlet_wire::control::{Alive, Committed, Control, MigrationId, Setup, WireRange};
-use martlet_wire::hello::{Hello, Role};
-use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tracing::info;
 
@@ -35,12 +32,6 @@ const LAST_PAGES_INLINE_MAX: u64 = 1024;
 
 /// How long a lane may take to accept the barrier behind its queue.
 const BARRIER_PATIENCE: Duration = Duration::from_secs(30);
-
-/// While a round is handed out, the driver looks again this soon for room in the lanes.
-const FEED_INTERVAL: Duration = Duration::from_micros(250);
-
-/// With nothing to wait for, the driver still looks this often.
-const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// From the announcement of the stop to the stop. The destination gets awake meanwhile, and on a
 /// host with few cores the vCPUs get theirs back from the threads of the round before: a vCPU that
@@ -61,16 +52,21 @@ pub(super) struct Start {
 
 /// The body of the migration's thread.
 pub(super) fn run(start: Start) {
-    let ram = start.vmm.ram();
-    let shared = Arc::clone(&start.shared);
-    match Driver::connect(start, &ram) {
-        Ok(driver) => driver.run(),
-        Err(reason) => {
-            info!(%reason, "the migration failed before it began");
-            let report = Report::not_begun(reason, shared.started);
-            shared.finish(Status::Failed, report);
-        }
-    }
+    let (shared, ram) = (Arc::clone(&start.shared), start.vmm.ram());
+    let error = match connecting::control(&shared, &start.to) {
+        Ok((stream, target)) => match Driver::new(start, &ram, stream, target) {
+            Ok(driver) => return driver.run(),
+            Err(reason) => Some(reason),
+        },
+        Err(Unconnected::Failed(reason)) => Some(reason),
+        Err(Unconnected::Cancelled) => None,
+    };
+    info!(error = error.as_deref(), "the migration ended before it began");
+    let (status, outcome) = match error {
+        Some(_) => (Status::Failed, Outcome::Failed),
+        None => (Status::Cancelled, Outcome::Cancelled),
+    };
+    shared.finish(status, Report::not_begun(outcome, error, shared.started));
 }
 
 struct Driver<'ram> {
@@ -78,6 +74,10 @@ struct Driver<'ram> {
     vmm: Arc<dyn SourceVmm>,
     ram: &'ram Arc<GuestRam>,
     to: Address,
+    /// What the address led to: the channels go there too.
+    target: Target,
+    /// What the channels show.
+    token: [u8; 16],
     options: MigrateOptions,
     channels: u16,
     migration: MigrationId,
@@ -85,6 +85,15 @@ struct Driver<'ram> {
     control: ControlLink,
     /// Cleared once the control connection broke: it stays readable for ever then.
     control_open: bool,
+    /// The peer may have said more than was taken in.
+    unread: bool,
+    told_cancel: bool,
+    /// Until when the guest is to be stopped, while that has not passed.
+    due: Option<(Instant, Then)>,
+    /// The guest is stopped next, whatever is predicted.
+    stop_now: bool,
+    /// Why it was cancelled, if not by its owner's word.
+    cancelled_because: Option<String>,
     lanes: Option<Lanes>,
     /// For the last pages, which this thread may send itself.
     batch: PageBatch<'ram>,
@@ -146,10 +155,14 @@ struct Round {
 }
 
 impl<'ram> Driver<'ram> {
-    /// Connects to the destination. The error is one line for people.
-    fn connect(start: Start, ram: &'ram Arc<GuestRam>) -> Result<Driver<'ram>, String> {
+    /// Begins an attempt on a control connection. The error is one line for people.
+    fn new(
+        start: Start,
+        ram: &'ram Arc<GuestRam>,
+        stream: Stream,
+        target: Target,
+    ) -> Result<Driver<'ram>, String> {
         let Start { vmm, to, options, shared, pacer } = start;
-        let stream = connect(&to, &Hello::control()).map_err(|error| error.to_string())?;
         let random = host::random_id().map_err(|error| format!("no random bytes: {error}"))?;
         let migration = MigrationId(random);
         let channels = match to {
@@ -182,6 +195,11 @@ impl<'ram> Driver<'ram> {
             last_chunks: Vec::with_capacity(usize::try_from(LAST_PAGES_INLINE_MAX).unwrap_or(0)),
             control: ControlLink::new(stream),
             control_open: true,
+            unread: false,
+            told_cancel: false,
+            due: options.within.map(|within| (shared.started.after(within.limit), within.then)),
+            stop_now: false,
+            cancelled_because: None,
             lanes: None,
             sent: Arc::default(),
             tracker: None,
@@ -209,6 +227,8 @@ impl<'ram> Driver<'ram> {
             vmm,
             ram,
             to,
+            target,
+            token: [0; 16],
             options,
             channels,
             migration,
@@ -228,6 +248,21 @@ impl<'ram> Driver<'ram> {
 
     /// Performs what is due, then waits for what comes next.
     fn step(&mut self) {
+        self.settle();
+        if self.outcome.is_some() {
+            return;
+        }
+        self.hand_out();
+        self.end_rest();
+        self.mind_bound();
+        self.publish();
+        self.look();
+        self.settle();
+        self.look_at_clock();
+    }
+
+    /// Tells the machine what happened and does what it wants, until it wants nothing more.
+    fn settle(&mut self) {
         loop {
             while let Some(action) = self.machine.poll_action() {
                 self.perform(action);
@@ -238,15 +273,6 @@ impl<'ram> Driver<'ram> {
             }
         }
         self.flush_control();
-        if self.outcome.is_some() || !self.pending.is_empty() {
-            return;
-        }
-        self.hand_out();
-        self.end_rest();
-        self.publish();
-        if self.pending.is_empty() {
-            self.await_events();
-        }
     }
 
     fn tell(&mut self, event: SourceEvent) {
@@ -288,237 +314,5 @@ impl<'ram> Driver<'ram> {
             self.read_control();
             self.lose_control(error.to_string());
         }
-    }
-
-    fn open_channels(&mut self, count: u16, token: [u8; 16]) {
-        self.flush_control();
-        match self.connect_lanes(count, token) {
-            Ok(lanes) => {
-                self.lanes = Some(lanes);
-                self.tell(SourceEvent::ChannelsConnected);
-            }
-            Err(error) => {
-                let reason = format!("cannot open the data channels: {error}");
-                self.tell(SourceEvent::ChannelLost { reason });
-            }
-        }
-    }
-
-    fn connect_lanes(&self, count: u16, token: [u8; 16]) -> Result<Lanes, String> {
-        let common = Common::new(self.ram, &self.sent, &self.pacer, &self.shared);
-        let finders = self.options.zero_finders.as_ref();
-        if matches!(self.to, Address::Rdma { .. }) {
-            return self.connect_rdma(common, token);
-        }
-        let mut streams = Vec::with_capacity(usize::from(count));
-        for channel in 0..count {
-            let hello = Hello::data(channel, token);
-            streams.push(connect(&self.to, &hello).map_err(|error| error.to_string())?);
-        }
-        Lanes::start(streams, common, finders).map_err(|error| error.to_string())
-    }
-
-    fn connect_rdma(&self, common: Common, token: [u8; 16]) -> Result<Lanes, String> {
-        self.shared.note_rdma(|_| {});
-        let hello = Hello { role: Role::RDMA, ..Hello::data(0, token) };
-        let stream = connect(&self.to, &hello).map_err(|error| error.to_string())?;
-        let breaker = stream.try_clone().map_err(|error| error.to_string())?;
-        let sender = RdmaSender::new(stream, self.ram, &self.options.rdma, token)?;
-        let finders = self.options.zero_finders.as_ref();
-        Lanes::start_rdma(sender, breaker, common, &self.dirty, finders)
-            .map_err(|error| error.to_string())
-    }
-
-    /// Starts a round. The first one begins the tracking and sends what the guest ever touched;
-    /// a later one sends what the decision's sync found.
-    fn begin_round(&mut self, number: u32) {
-        if number == 0
-            && let Err(error) = self.begin_tracking()
-        {
-            return self.host_failed("cannot track dirty pages", &error);
-        }
-        self.open_round(number, Kind::PreCopy);
-    }
-
-    fn open_round(&mut self, number: u32, kind: Kind) {
-        self.rounds = number + 1;
-        self.round = Some(Round {
-            number,
-            kind,
-            started: monotonic_now(),
-            pages: self.dirty.count(),
-            bytes_before: self.sent.bytes.load(Ordering::Relaxed),
-            handed_out: false,
-            barriers_left: self.lanes.as_ref().map_or(0, Lanes::count),
-            took: None,
-        });
-    }
-
-    fn begin_tracking(&mut self) -> Result<(), TrackError> {
-        self.shared.set_status(Status::Active);
-        self.last_sync = monotonic_now();
-        self.tracker = Some(self.vmm.track()?);
-        let mut touched = 0;
-        for (region, (_, bitmap)) in self.ram.regions().iter().zip(self.dirty.iter()) {
-            touched += mark_touched(region, bitmap).map_err(|source| TrackError {
-                operation: format!("finding the touched pages of {}", region.range()),
-                source,
-            })?;
-        }
-        self.shared.update(|progress| progress.pages.untouched = self.ram.pages().0 - touched);
-        Ok(())
-    }
-
-    /// Hands out as much of the round as the lanes take, but not too much at once.
-    fn hand_out(&mut self) {
-        let (Some(lanes), Some(tracker), Some(round)) =
-            (&self.lanes, &mut self.tracker, &mut self.round)
-        else {
-            return;
-        };
-        if round.handed_out {
-            return;
-        }
-        for _ in 0..FEED_BURST {
-            let next = match self.held.take() {
-                Some(chunk) => Ok(Some(chunk)),
-                None => match round.kind {
-                    Kind::PreCopy => self.scanner.next(tracker.as_mut()),
-                    Kind::Last => Ok(self.scanner.next_last()),
-                },
-            };
-            match next {
-                Ok(Some(chunk)) => {
-                    if let Err(chunk) = lanes.offer(chunk) {
-                        self.held = Some(chunk);
-                        return;
-                    }
-                }
-                Ok(None) => {
-                    round.handed_out = true;
-                    let last = round.kind == Kind::Last;
-                    lanes.barrier(round.number, last, BARRIER_PATIENCE);
-                    return;
-                }
-                Err(error) => return self.host_failed("cannot track dirty pages", &error),
-            }
-        }
-    }
-
-    fn end_rest(&mut self) {
-        if let Some((until, decision)) = self.rest
-            && until <= monotonic_now()
-        {
-            self.rest = None;
-            self.tell(SourceEvent::Decided(decision));
-        }
-    }
-
-    fn is_handing_out(&self) -> bool {
-        self.round.is_some_and(|round| !round.handed_out)
-    }
-
-    /// Waits for a message, an event or the machine's next deadline.
-    fn await_events(&mut self) {
-        let now = monotonic_now();
-        let mut limit = IDLE_INTERVAL;
-        if let Some(at) = self.machine.poll_timeout() {
-            limit = limit.min(at.since(now));
-        }
-        if let Some((at, _)) = self.rest {
-            limit = limit.min(at.since(now));
-        }
-        if self.is_handing_out() {
-            limit = if self.held.is_some() { FEED_INTERVAL } else { Duration::ZERO };
-        }
-        let mut fds = [
-            PollFd::new(self.shared.events.wake(), PollFlags::IN),
-            PollFd::new(&self.control, PollFlags::IN),
-        ];
-        let watched = if self.control_open { 2 } else { 1 };
-        if !limit.is_zero()
-            && let Err(error) = wait_any(&mut fds[..watched], limit)
-        {
-            return self.host_failed("cannot wait for events", &error);
-        }
-        // The peer first: one of our own events may be the last before the commit.
-        self.read_control();
-        while let Some(event) = self.shared.events.take() {
-            self.on_own_event(event);
-        }
-        // What came in counts first, however late this thread is.
-        let now = monotonic_now();
-        if self.pending.is_empty() && self.machine.poll_timeout().is_some_and(|at| at <= now) {
-            self.machine.on_timeout(now);
-        }
-    }
-
-    fn on_own_event(&mut self, event: Event) {
-        match event {
-            Event::BarrierSent { round } => {
-                let Some(current) = &mut self.round else { return };
-                if current.number == round {
-                    current.barriers_left -= 1;
-                    if current.barriers_left == 0 {
-                        match current.kind {
-                            Kind::PreCopy => self.tell(SourceEvent::RoundSent { round }),
-                            Kind::Last => self.end_last_round(round),
-                        }
-                    }
-                }
-            }
-            Event::Digested(Ok(digest)) => self.tell(SourceEvent::OwnDigest(digest)),
-            Event::Digested(Err(error)) => self.host_failed("cannot digest guest memory", &error),
-            Event::LaneLost { reason } => self.tell(SourceEvent::ChannelLost { reason }),
-            Event::Cancel => {
-                self.tell(SourceEvent::Cancel { reason: "cancelled by its owner".to_owned() });
-            }
-            Event::Resolve => self.ask_fate(),
-            Event::Asked(answer) => self.on_answer(answer),
-        }
-    }
-
-    fn read_control(&mut self) {
-        while self.control_open {
-            match self.control.try_receive() {
-                Ok(Some(message)) => {
-                    self.note(&message);
-                    self.tell(SourceEvent::Received(message));
-                }
-                Ok(None) => return,
-                Err(error) => return self.lose_control(chain(&error)),
-            }
-        }
-    }
-
-    fn lose_control(&mut self, reason: String) {
-        if self.control_open {
-            self.control_open = false;
-            self.tell(SourceEvent::ControlLost { reason });
-        }
-    }
-
-    fn publish(&self) {
-        let bytes = self.sent.bytes.load(Ordering::Relaxed);
-        let round = self.round;
-        let now = monotonic_now();
-        let remaining = match round {
-            Some(round) if !round.handed_out => {
-                PageCount(round.pages.saturating_sub(self.scanner.handed_out().0))
-            }
-            _ => self.measured.dirty,
-        };
-        self.shared.update(|progress| {
-            progress.bytes_sent = ByteCount(bytes);
-            progress.pages.normal = self.sent.normal.load(Ordering::Relaxed);
-            progress.pages.zero = self.sent.zero.load(Ordering::Relaxed);
-            progress.remaining = remaining;
-            if let Some(round) = round {
-                progress.round = round.number;
-                let elapsed = round.took.unwrap_or_else(|| now.since(round.started));
-                progress.rate =
-                    BytesPerSec::measured(ByteCount(bytes - round.bytes_before), elapsed);
-            }
-        });
     }
 }

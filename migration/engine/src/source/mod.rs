@@ -1,5 +1,6 @@
 //! Moving a guest away.
 
+mod connecting;
 mod driver;
 mod events;
 mod lanes;
@@ -33,10 +34,33 @@ pub struct MigrateOptions {
     pub verify: bool,
     /// Take time from the guest when it dirties memory faster than the link carries it.
     pub auto_converge: bool,
+    /// A bound on the time until the guest is stopped, and what is done once it has passed.
+    pub within: Option<Within>,
     /// How guest memory goes by RDMA, to an address `rdma:`.
     pub rdma: RdmaOptions,
     /// Who finds zero pages in the pre-copy rounds. The last pages are the CPU's.
     pub zero_finders: Arc<dyn ZeroFinders>,
+}
+
+/// A bound on the time from the call until the guest is stopped for its switchover.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Within {
+    /// The bound.
+    pub limit: Duration,
+    /// What is done once it has passed and the guest still runs here.
+    pub then: Then,
+}
+
+/// What is done about a migration that takes too long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// The guest stays; the migration ends as cancelled.
+    Cancel,
+    /// Time is taken from the guest from then on, as if [`MigrateOptions::auto_converge`] were set.
+    Throttle,
+    /// The guest is stopped at the end of the round that is under way, however long its blackout
+    /// is predicted to be.
+    Stop,
 }
 
 impl fmt::Debug for MigrateOptions {
@@ -47,6 +71,7 @@ impl fmt::Debug for MigrateOptions {
             .field("bandwidth", &self.bandwidth)
             .field("verify", &self.verify)
             .field("auto_converge", &self.auto_converge)
+            .field("within", &self.within)
             .field("rdma", &self.rdma)
             .field("zero_finders", &self.zero_finders.name())
             .finish()
@@ -61,6 +86,7 @@ impl Default for MigrateOptions {
             bandwidth: None,
             verify: false,
             auto_converge: true,
+            within: None,
             rdma: RdmaOptions::default(),
             zero_finders: Arc::new(CpuFinders(ZeroCheck::detect())),
         }
@@ -106,9 +132,7 @@ impl Migration {
 
     /// Asks for the guest to stay. Before the commit it stays; after it, nothing happens.
     pub fn cancel(&self) {
-        if self.shared.begin_cancel() {
-            self.shared.events.post(Event::Cancel);
-        }
+        self.shared.cancel();
     }
 
     /// How it stands.

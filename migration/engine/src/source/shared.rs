@@ -3,13 +3,19 @@
 use super::events::Event;
 use crate::mailbox::Mailbox;
 use crate::report::{PageCounts, Progress, RdmaUse, Report, Status};
+use martlet_transport::Wake;
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(super) struct Shared {
     pub(super) events: Mailbox<Event>,
     pub(super) started: Instant,
+    /// Raised once nothing is to be connected for the attempt any more.
+    pub(super) over: Wake,
+    /// The owner wants the guest to stay. Apart from the events, so that none of them is before it.
+    cancelled: AtomicBool,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -40,6 +46,7 @@ impl Shared {
             remaining: total,
             total,
             dirty_pages_per_s: 0,
+            outrun: None,
             predicted_blackout: None,
             throttle_percent: 0,
             pages: PageCounts::default(),
@@ -48,6 +55,8 @@ impl Shared {
         Ok(Shared {
             events: Mailbox::new()?,
             started,
+            over: Wake::new()?,
+            cancelled: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 progress,
                 report: None,
@@ -85,14 +94,25 @@ impl Shared {
         }
     }
 
-    /// Whether a cancel can still do anything; then the status says that it is under way.
-    pub(super) fn begin_cancel(&self) -> bool {
+    /// Asks for the guest to stay. If that can still do anything the status says that it is under
+    /// way.
+    pub(super) fn cancel(&self) {
         let mut inner = self.lock();
-        let open = !inner.progress.status.is_final();
-        if open {
-            inner.progress.status = Status::Cancelling;
+        if inner.progress.status.is_final() {
+            return;
         }
-        open
+        inner.progress.status = Status::Cancelling;
+        drop(inner);
+        // Release: pairs with the driver's acquire, which then says so in its report.
+        self.cancelled.store(true, Ordering::Release);
+        self.over.raise();
+        self.events.post(Event::Owner);
+    }
+
+    /// Whether the owner wants the guest to stay.
+    pub(super) fn is_cancelled(&self) -> bool {
+        // Acquire: see `cancel`.
+        self.cancelled.load(Ordering::Acquire)
     }
 
     pub(super) fn status(&self) -> Status {
@@ -118,6 +138,7 @@ impl Shared {
 
     /// Ends the migration, or an undecided one anew.
     pub(super) fn finish(&self, status: Status, report: Report) {
+        self.over.raise();
         let mut inner = self.lock();
         inner.progress.status = status;
         inner.progress.elapsed = report.total;

@@ -1,13 +1,15 @@
 //! What is measured while the guest runs, and what follows from it.
 
-use super::Driver;
-use martlet_policy::{self as policy, RoundResult, predict};
+use super::{Driver, Then};
+use crate::report::Outrun;
+use martlet_policy::{self as policy, AutoConverge, RoundResult, predict};
 use martlet_protocol::{Decision, SourceEvent};
 use martlet_transport::monotonic_now;
 use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use martlet_wire::control::Control;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use tracing::info;
 
 /// Smaller rounds measure the way's latency, not its width.
 const BANDWIDTH_SAMPLE_MIN: ByteCount = ByteCount(1 << 20);
@@ -64,9 +66,22 @@ impl Driver<'_> {
             prediction,
         };
         let limit = self.shared.downtime_limit();
-        self.machine.set_downtime_limit(limit);
-        let decision = self.convergence.after_round(&result, limit);
+        let mut decision = self.convergence.after_round(&result, limit);
+        if self.stop_now && prediction.total() < Duration::MAX {
+            decision = policy::Decision::Switchover;
+        }
+        // What is accepted of the blackout is the machine's measure for its own deadlines.
+        self.machine.set_downtime_limit(if self.stop_now {
+            limit.max(prediction.total())
+        } else {
+            limit
+        });
+        let outrun = self.convergence.is_outrun().then(|| Outrun {
+            dirties: BytesPerSec::measured(dirty.to_bytes(), since_sync),
+            carries: self.measured.bandwidth,
+        });
         self.shared.update(|progress| {
+            progress.outrun = outrun;
             progress.dirty_pages_per_s = per_second(dirty, since_sync);
             progress.predicted_blackout = Some(prediction.total());
             progress.throttle_percent = self.convergence.throttle_percent();
@@ -91,6 +106,30 @@ impl Driver<'_> {
                 };
                 self.rest = Some((now.after(rest), next));
             }
+        }
+    }
+
+    /// Does what the owner wants once the migration has taken too long. A guest that is being
+    /// stopped is not bothered: it is about to leave.
+    pub(super) fn mind_bound(&mut self) {
+        let Some((at, then)) = self.due else { return };
+        if at > monotonic_now() {
+            return;
+        }
+        self.due = None;
+        if self.moments.is_some() {
+            return;
+        }
+        let limit = at.since(self.shared.started);
+        info!(?limit, ?then, "the migration takes longer than it may");
+        match then {
+            Then::Cancel => {
+                let reason = format!("the guest could not be moved within {limit:?}");
+                self.cancelled_because = Some(reason.clone());
+                self.tell(SourceEvent::Cancel { reason });
+            }
+            Then::Throttle => self.convergence.set_auto_converge(AutoConverge::On),
+            Then::Stop => self.stop_now = true,
         }
     }
 

@@ -34,7 +34,10 @@ impl Driver<'_> {
                 }
                 (Status::Failed, Outcome::Failed, Some(chain(&reason)))
             }
-            SourceOutcome::Cancelled => (Status::Cancelled, Outcome::Cancelled, None),
+            SourceOutcome::Cancelled => {
+                let reason = self.cancelled_because.take();
+                (Status::Cancelled, Outcome::Cancelled, reason)
+            }
             SourceOutcome::Undecided { reason } => {
                 (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
             }

@@ -1,0 +1,126 @@
+//! Waiting for what comes, and taking it in: the owner's wishes first, then a bounded part of what
+//! the peer says, then this side's own threads, then what is due.
+
+use super::{Driver, Kind};
+use crate::chain;
+use crate::source::events::Event;
+use martlet_protocol::SourceEvent;
+use martlet_transport::{monotonic_now, wait_any};
+use rustix::event::{PollFd, PollFlags};
+use std::time::Duration;
+
+/// While a round is handed out, the driver looks again this soon for room in the lanes.
+const FEED_INTERVAL: Duration = Duration::from_micros(250);
+
+/// With nothing to wait for, the driver still looks this often.
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Messages of the peer that are taken in one look.
+const MESSAGES_A_LOOK: usize = 32;
+
+impl Driver<'_> {
+    /// Waits for a message, an event or something that is due, and takes in what is there.
+    pub(super) fn look(&mut self) {
+        if self.pending.is_empty()
+            && let Err(error) = self.wait()
+        {
+            return self.host_failed("cannot wait for events", &error);
+        }
+        if self.shared.is_cancelled() && !std::mem::replace(&mut self.told_cancel, true) {
+            self.tell(SourceEvent::Cancel { reason: "cancelled by its owner".to_owned() });
+        }
+        // Then the peer: one of our own events may be the last before the commit.
+        self.read_control();
+        while let Some(event) = self.shared.events.take() {
+            self.on_own_event(event);
+        }
+    }
+
+    /// Tells the machine what time it is. What came in was told before, however late this thread
+    /// is; and a peer that never stops talking can't keep the time away.
+    pub(super) fn look_at_clock(&mut self) {
+        let now = monotonic_now();
+        if self.machine.poll_timeout().is_some_and(|at| at <= now) {
+            self.machine.on_timeout(now);
+        }
+    }
+
+    fn wait(&mut self) -> std::io::Result<()> {
+        let now = monotonic_now();
+        let mut limit = IDLE_INTERVAL;
+        if let Some(at) = self.machine.poll_timeout() {
+            limit = limit.min(at.since(now));
+        }
+        if let Some((at, _)) = self.rest {
+            limit = limit.min(at.since(now));
+        }
+        if let Some((at, _)) = self.due {
+            limit = limit.min(at.since(now));
+        }
+        if self.is_handing_out() {
+            limit = if self.held.is_some() { FEED_INTERVAL } else { Duration::ZERO };
+        }
+        if std::mem::take(&mut self.unread) || limit.is_zero() {
+            return Ok(());
+        }
+        let mut wanted = PollFlags::IN;
+        wanted.set(PollFlags::OUT, self.control.unsent() > 0);
+        let mut fds = [
+            PollFd::new(self.shared.events.wake(), PollFlags::IN),
+            PollFd::new(&self.control, wanted),
+        ];
+        let watched = if self.control_open { 2 } else { 1 };
+        wait_any(&mut fds[..watched], limit).map(drop)
+    }
+
+    fn on_own_event(&mut self, event: Event) {
+        match event {
+            // Connected once, before there was a driver. The owner's wishes are looked at apart.
+            Event::Connected(_) | Event::Owner => {}
+            Event::ChannelsOpened(opened) => self.on_channels(opened),
+            Event::BarrierSent { round } => {
+                let Some(current) = &mut self.round else { return };
+                if current.number == round {
+                    current.barriers_left -= 1;
+                    if current.barriers_left == 0 {
+                        match current.kind {
+                            Kind::PreCopy => self.tell(SourceEvent::RoundSent { round }),
+                            Kind::Last => self.end_last_round(round),
+                        }
+                    }
+                }
+            }
+            Event::Digested(Ok(digest)) => self.tell(SourceEvent::OwnDigest(digest)),
+            Event::Digested(Err(error)) => self.host_failed("cannot digest guest memory", &error),
+            Event::LaneLost { reason } => self.tell(SourceEvent::ChannelLost { reason }),
+            Event::Resolve => self.ask_fate(),
+            Event::Asked(answer) => self.on_answer(answer),
+        }
+    }
+
+    /// Takes in what the peer said, but not more than a bounded part of it.
+    pub(super) fn read_control(&mut self) {
+        for _ in 0..MESSAGES_A_LOOK {
+            if !self.control_open {
+                return;
+            }
+            match self.control.try_receive() {
+                Ok(Some(message)) => {
+                    self.note(&message);
+                    self.tell(SourceEvent::Received(message));
+                }
+                Ok(None) => return,
+                Err(error) => return self.lose_control(chain(&error)),
+            }
+        }
+        // It may be in memory already, where `poll` does not see it.
+        self.unread = true;
+    }
+
+    pub(super) fn lose_control(&mut self, reason: String) {
+        if self.control_open {
+            self.control_open = false;
+            self.tell(SourceEvent::ControlLost { reason });
+        }
+    }
+}

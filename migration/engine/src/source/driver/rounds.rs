@@ -1,0 +1,170 @@
+//! Channels and rounds: what is handed to the lanes, and how far it has come.
+
+use super::{BARRIER_PATIENCE, Driver, FEED_BURST, Kind, Round};
+use crate::report::Status;
+use crate::source::connecting;
+use crate::source::lanes::{Common, Lanes};
+use martlet_protocol::SourceEvent;
+use martlet_ram::{TrackError, mark_touched};
+use martlet_transport::{Address, RdmaSender, Stream, monotonic_now};
+use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use martlet_wire::hello::{Hello, Role};
+use std::sync::atomic::Ordering;
+
+impl Driver<'_> {
+    pub(super) fn open_channels(&mut self, count: u16, token: [u8; 16]) {
+        self.token = token;
+        let hellos = match self.to {
+            Address::Rdma { .. } => {
+                self.shared.note_rdma(|_| {});
+                vec![Hello { role: Role::RDMA, ..Hello::data(0, token) }]
+            }
+            _ => (0..count).map(|channel| Hello::data(channel, token)).collect(),
+        };
+        if let Err(error) = connecting::channels(&self.shared, &self.to, &self.target, hellos) {
+            self.on_channels(Err(error.to_string()));
+        }
+    }
+
+    pub(super) fn on_channels(&mut self, opened: Result<Vec<Stream>, String>) {
+        match opened.and_then(|streams| self.start_lanes(streams)) {
+            Ok(lanes) => {
+                self.lanes = Some(lanes);
+                self.tell(SourceEvent::ChannelsConnected);
+            }
+            Err(error) => {
+                let reason = format!("cannot open the data channels: {error}");
+                self.tell(SourceEvent::ChannelLost { reason });
+            }
+        }
+    }
+
+    fn start_lanes(&self, mut streams: Vec<Stream>) -> Result<Lanes, String> {
+        let common = Common::new(self.ram, &self.sent, &self.pacer, &self.shared);
+        let finders = self.options.zero_finders.as_ref();
+        let started = match self.to {
+            Address::Rdma { .. } => {
+                let stream = streams.pop().ok_or("no connection was opened")?;
+                let breaker = stream.try_clone().map_err(|error| error.to_string())?;
+                let options = &self.options.rdma;
+                let sender = RdmaSender::new(stream, self.ram, options, self.token)?;
+                Lanes::start_rdma(sender, breaker, common, &self.dirty, finders)
+            }
+            _ => Lanes::start(streams, common, finders),
+        };
+        started.map_err(|error| error.to_string())
+    }
+
+    /// Starts a round. The first one begins the tracking and sends what the guest ever touched;
+    /// a later one sends what the decision's sync found.
+    pub(super) fn begin_round(&mut self, number: u32) {
+        if number == 0
+            && let Err(error) = self.begin_tracking()
+        {
+            return self.host_failed("cannot track dirty pages", &error);
+        }
+        self.open_round(number, Kind::PreCopy);
+    }
+
+    pub(super) fn open_round(&mut self, number: u32, kind: Kind) {
+        self.rounds = number + 1;
+        self.round = Some(Round {
+            number,
+            kind,
+            started: monotonic_now(),
+            pages: self.dirty.count(),
+            bytes_before: self.sent.bytes.load(Ordering::Relaxed),
+            handed_out: false,
+            barriers_left: self.lanes.as_ref().map_or(0, Lanes::count),
+            took: None,
+        });
+    }
+
+    fn begin_tracking(&mut self) -> Result<(), TrackError> {
+        self.shared.set_status(Status::Active);
+        self.last_sync = monotonic_now();
+        self.tracker = Some(self.vmm.track()?);
+        let mut touched = 0;
+        for (region, (_, bitmap)) in self.ram.regions().iter().zip(self.dirty.iter()) {
+            touched += mark_touched(region, bitmap).map_err(|source| TrackError {
+                operation: format!("finding the touched pages of {}", region.range()),
+                source,
+            })?;
+        }
+        self.shared.update(|progress| progress.pages.untouched = self.ram.pages().0 - touched);
+        Ok(())
+    }
+
+    /// Hands out as much of the round as the lanes take, but not too much at once.
+    pub(super) fn hand_out(&mut self) {
+        let (Some(lanes), Some(tracker), Some(round)) =
+            (&self.lanes, &mut self.tracker, &mut self.round)
+        else {
+            return;
+        };
+        if round.handed_out {
+            return;
+        }
+        for _ in 0..FEED_BURST {
+            let next = match self.held.take() {
+                Some(chunk) => Ok(Some(chunk)),
+                None => match round.kind {
+                    Kind::PreCopy => self.scanner.next(tracker.as_mut()),
+                    Kind::Last => Ok(self.scanner.next_last()),
+                },
+            };
+            match next {
+                Ok(Some(chunk)) => {
+                    if let Err(chunk) = lanes.offer(chunk) {
+                        self.held = Some(chunk);
+                        return;
+                    }
+                }
+                Ok(None) => {
+                    round.handed_out = true;
+                    let last = round.kind == Kind::Last;
+                    lanes.barrier(round.number, last, BARRIER_PATIENCE);
+                    return;
+                }
+                Err(error) => return self.host_failed("cannot track dirty pages", &error),
+            }
+        }
+    }
+
+    pub(super) fn end_rest(&mut self) {
+        if let Some((until, decision)) = self.rest
+            && until <= monotonic_now()
+        {
+            self.rest = None;
+            self.tell(SourceEvent::Decided(decision));
+        }
+    }
+
+    pub(super) fn is_handing_out(&self) -> bool {
+        self.round.is_some_and(|round| !round.handed_out)
+    }
+
+    pub(super) fn publish(&self) {
+        let bytes = self.sent.bytes.load(Ordering::Relaxed);
+        let round = self.round;
+        let now = monotonic_now();
+        let remaining = match round {
+            Some(round) if !round.handed_out => {
+                PageCount(round.pages.saturating_sub(self.scanner.handed_out().0))
+            }
+            _ => self.measured.dirty,
+        };
+        self.shared.update(|progress| {
+            progress.bytes_sent = ByteCount(bytes);
+            progress.pages.normal = self.sent.normal.load(Ordering::Relaxed);
+            progress.pages.zero = self.sent.zero.load(Ordering::Relaxed);
+            progress.remaining = remaining;
+            if let Some(round) = round {
+                progress.round = round.number;
+                let elapsed = round.took.unwrap_or_else(|| now.since(round.started));
+                progress.rate =
+                    BytesPerSec::measured(ByteCount(bytes - round.bytes_before), elapsed);
+            }
+        });
+    }
+}
