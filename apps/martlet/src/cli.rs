@@ -20,6 +20,9 @@ use std::time::Duration;
 
 /// Longest downtime limit that is accepted. A longer one is a slip of the unit.
 pub(crate) const DOWNTIME_LIMIT_MAX: Duration = Duration::from_secs(3600);
+/// Lowest bandwidth limit that is accepted: a page takes a third of a second then. A lower one is
+/// a slip of the unit.
+pub(crate) const BANDWIDTH_MIN: BytesPerSec = BytesPerSec(12_500);
 /// Most data channels, as in `martlet_wire::control::CHANNELS_MAX`.
 pub(crate) const CHANNELS_MAX: u16 = 128;
 /// Most runs of a demo.
@@ -434,7 +437,18 @@ fn address(text: &str) -> Result<Address, String> {
 
 fn bandwidth(text: &str) -> Result<BytesPerSec, String> {
     let rate: BytesPerSec = text.parse().map_err(|e| format!("{e}"))?;
-    if rate.0 == 0 { Err("nothing moves at a rate of 0".to_owned()) } else { Ok(rate) }
+    if rate.0 == 0 { Err("nothing moves at a rate of 0".to_owned()) } else { check_bandwidth(rate) }
+}
+
+/// Refuses a limit so low that it is a slip of the unit.
+pub(crate) fn check_bandwidth(rate: BytesPerSec) -> Result<BytesPerSec, String> {
+    if rate < BANDWIDTH_MIN {
+        return Err(format!(
+            "a limit of {} bytes a second is refused: the least is {} (100 kbit/s)",
+            rate.0, BANDWIDTH_MIN.0
+        ));
+    }
+    Ok(rate)
 }
 
 fn downtime_limit(text: &str) -> Result<Duration, String> {

@@ -200,16 +200,30 @@ impl Incoming for FakeIncoming {
     }
 }
 
-/// Opens pretended receivers; port 1 is taken.
+/// Opens pretended receivers; port 1 is taken, and port 2 is not answered for until it is let.
 #[derive(Default)]
 pub(crate) struct FakeListen {
     pub(crate) opened: Mutex<Vec<Arc<FakeIncoming>>>,
+    may_answer: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl FakeListen {
+    /// Lets the name of port 2 be found.
+    pub(crate) fn answer(&self) {
+        *self.may_answer.lock().unwrap() = true;
+        self.changed.notify_all();
+    }
 }
 
 impl Listen for FakeListen {
     fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>> {
         if matches!(address, Address::Tcp { port: 1, .. }) {
             return Err(io::Error::from(io::ErrorKind::AddrInUse));
+        }
+        if matches!(address, Address::Tcp { port: 2, .. }) {
+            let waiting = self.may_answer.lock().unwrap();
+            drop(self.changed.wait_while(waiting, |answers| !*answers).unwrap());
         }
         let status = Mutex::new(ReceiveStatus::Listening { last_error: None });
         let guest = FakeGuest::new();

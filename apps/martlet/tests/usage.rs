@@ -51,6 +51,8 @@ fn usage_errors_are_one_line_and_status_2() {
         (&["migrate", "--control", "c", "tcp:h:1", "--downtime-limit", "300"], "with its unit"),
         (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "0bit/s"], "at a rate of 0"),
         (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "fast"], "is not a rate"),
+        (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "1"], "a rate with its unit"),
+        (&["migrate", "--control", "c", "tcp:h:1", "--bandwidth", "1B/s"], "the least is 12500"),
         (&["demo", "--runs", "0"], "0 is not in 1..="),
         (&["demo", "--memory", "4096"], "is not between"),
         (&["demo", "--memory", "64M", "--program", "fill=1G"], "needs"),

@@ -69,7 +69,8 @@ impl FromStr for BytesPerSec {
     type Err = ParseUnitError;
 
     /// A rate: bits with `bit/s`, `Kbit/s`, `Mbit/s`, `Gbit/s` (powers of 1000), bytes with
-    /// `B/s`, `KB/s` (powers of 1000) or `KiB/s` (powers of 1024).
+    /// `B/s`, `KB/s` (powers of 1000) or `KiB/s` (powers of 1024). A bare number is refused, as its
+    /// unit is a guess.
     fn from_str(text: &str) -> Result<BytesPerSec, ParseUnitError> {
         let parsed = split(text).and_then(|(number, unit)| {
             let unit = unit.strip_suffix("/s").unwrap_or(unit);
@@ -78,7 +79,7 @@ impl FromStr for BytesPerSec {
                 "Kbit" | "kbit" => (1_000, true),
                 "Mbit" => (1_000_000, true),
                 "Gbit" => (1_000_000_000, true),
-                "" | "B" => (1, false),
+                "B" => (1, false),
                 "KB" | "kB" => (1_000, false),
                 "MB" => (1_000_000, false),
                 "GB" => (1_000_000_000, false),
@@ -91,7 +92,7 @@ impl FromStr for BytesPerSec {
         });
         parsed.map(BytesPerSec).ok_or_else(|| ParseUnitError {
             text: text.to_owned(),
-            expected: "a rate such as 10Gbit/s or 500MiB/s",
+            expected: "a rate with its unit, such as 10Gbit/s or 500MiB/s",
         })
     }
 }
@@ -134,7 +135,9 @@ mod tests {
     fn rates_tell_bits_from_bytes() {
         assert_eq!("10Gbit/s".parse(), Ok(BytesPerSec(1_250_000_000)));
         assert_eq!("1MiB/s".parse(), Ok(BytesPerSec(1 << 20)));
-        assert!("fast".parse::<BytesPerSec>().is_err());
+        for bad in ["fast", "1", "1/s", "1.5"] {
+            assert!(bad.parse::<BytesPerSec>().is_err(), "{bad}");
+        }
     }
 
     #[test]

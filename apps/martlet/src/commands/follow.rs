@@ -1,7 +1,6 @@
 //! Following a migration through its control socket.
 
-use crate::accelerator::ZeroCheckArg;
-use crate::cli::RdmaArgs;
+use crate::cli::{MigrateArgs, TuningArgs};
 use crate::failure::Failure;
 use crate::qmp::client::Client;
 use crate::report_json::ReportJson;
@@ -26,18 +25,17 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(2);
 pub(crate) struct Request<'a> {
     /// Where to.
     pub(crate) to: &'a Address,
-    /// Data channels.
-    pub(crate) channels: Option<u16>,
-    /// The longest blackout to accept.
-    pub(crate) downtime_limit: Duration,
+    /// How.
+    pub(crate) tuning: &'a TuningArgs,
     /// A limit for the rounds.
     pub(crate) bandwidth: Option<BytesPerSec>,
-    /// Compare memory before the commit.
-    pub(crate) verify: bool,
-    /// Who finds zero pages.
-    pub(crate) zero_check: &'a ZeroCheckArg,
-    /// How memory goes by RDMA.
-    pub(crate) rdma: &'a RdmaArgs,
+}
+
+impl<'a> Request<'a> {
+    /// What `martlet migrate` asks for.
+    pub(crate) fn of(args: &'a MigrateArgs) -> Request<'a> {
+        Request { to: &args.to, tuning: &args.tuning, bandwidth: args.bandwidth }
+    }
 }
 
 /// Starts a migration and follows it to its end. Each signal that `interrupts` counts asks for a
@@ -48,24 +46,29 @@ pub(crate) fn migrate(
     progress: &mut MigrationProgress,
     interrupts: &AtomicU32,
 ) -> Result<ReportJson, Failure> {
-    // All of them, so that what an earlier client set does not linger.
-    let limit = u64::try_from(request.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
+    // All of them, so that what an earlier client set does not linger; and in one command, so that
+    // a migration that runs already keeps its own.
+    let tuning = request.tuning;
+    let limit = u64::try_from(tuning.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
+    let pin_all = json!({ "capability": "rdma-pin-all", "state": tuning.rdma.rdma_pin_all });
+    let parameters = json!({
+        "multifd-channels": tuning.channels.unwrap_or(0),
+        "x-downtime-limit-us": limit,
+        "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
+        "x-verify": tuning.verify,
+        "x-zero-check": tuning.zero_check.to_string(),
+        "x-rdma-provider": tuning.rdma.rdma_provider.to_string(),
+        "x-rdma-chunk-size": tuning.rdma.rdma_chunk.0,
+        "x-rdma-queues": tuning.rdma.rdma_qps,
+    });
     client.execute(
-        "migrate-set-parameters",
+        "migrate",
         &json!({
-            "multifd-channels": request.channels.unwrap_or(0),
-            "x-downtime-limit-us": limit,
-            "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
-            "x-verify": request.verify,
-            "x-zero-check": request.zero_check.to_string(),
-            "x-rdma-provider": request.rdma.rdma_provider.to_string(),
-            "x-rdma-chunk-size": request.rdma.rdma_chunk.0,
-            "x-rdma-queues": request.rdma.rdma_qps,
+            "uri": request.to.to_string(),
+            "x-parameters": parameters,
+            "x-capabilities": [pin_all],
         }),
     )?;
-    let pin_all = json!({ "capability": "rdma-pin-all", "state": request.rdma.rdma_pin_all });
-    client.execute("migrate-set-capabilities", &json!({ "capabilities": [pin_all] }))?;
-    client.execute("migrate", &json!({ "uri": request.to.to_string() }))?;
     let result = follow(client, progress, interrupts);
     progress.clear();
     result

@@ -17,15 +17,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
     let interrupts = interrupts()?;
     let mut client = Client::connect(&args.control.path)?;
-    let request = Request {
-        to: &args.to,
-        channels: args.tuning.channels,
-        downtime_limit: args.tuning.downtime_limit,
-        bandwidth: args.bandwidth,
-        verify: args.tuning.verify,
-        zero_check: &args.tuning.zero_check,
-        rdma: &args.tuning.rdma,
-    };
+    let request = Request::of(args);
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));
     let report = follow::migrate(&mut client, &request, &mut progress, &interrupts)?;
     if args.output.json {

@@ -2,7 +2,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod demo;
-mod follow;
+pub(crate) mod follow;
 pub(crate) mod migrate;
 pub(crate) mod owner;
 pub(crate) mod serve;

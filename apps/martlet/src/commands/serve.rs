@@ -7,12 +7,16 @@ use crate::control_socket::ControlSocket;
 use crate::failure::Failure;
 use crate::qmp::server;
 use crate::{note, signals, vm};
+use martlet_transport::Address;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread;
 use std::time::Duration;
 
 /// How long clients get at the end to read what was written for them.
 const FAREWELL_MAX: Duration = Duration::from_millis(500);
+/// How long the control socket waits to be served for the address that a guest is to come to.
+const LISTEN_FIRST_MAX: Duration = Duration::from_secs(1);
 
 /// `martlet run`.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
@@ -42,17 +46,38 @@ pub(crate) fn receive(args: &ReceiveArgs) -> Result<(), Failure> {
     let signals = SignalDesk::open()?;
     let socket = bind(&args.control.path, &signals)?;
     let control = Control::waiting(listen);
-    if let Some(address) = &args.listen {
-        control.receive(address).map_err(Failure::Failed)?;
-        let address = control.incoming_address().unwrap_or_else(|| address.clone());
-        note(format_args!(
-            "waiting for a guest at {address}; control socket {}",
-            args.control.path.display()
-        ));
-    } else {
-        note(format_args!("waiting for migrate-incoming at {}", args.control.path.display()));
+    match &args.listen {
+        Some(address) => listen_soon(&control, address, &args.control.path)?,
+        None => {
+            note(format_args!("waiting for migrate-incoming at {}", args.control.path.display()));
+        }
     }
     serve(&socket, &control, &signals)
+}
+
+/// Opens the address, and asks the process to end if that fails. Returns when either is done, so
+/// that whoever is answered on the control socket finds the address open; but a name may take long
+/// to resolve, and its owner is heard meanwhile.
+fn listen_soon(control: &Arc<Control>, address: &Address, path: &Path) -> Result<(), Failure> {
+    let (done, opened) = mpsc::channel::<()>();
+    let (control, address, path) = (Arc::clone(control), address.clone(), path.to_owned());
+    let open = move || {
+        match control.receive(&address) {
+            Ok(()) => {
+                let address = control.incoming_address().unwrap_or(address);
+                let path = path.display();
+                note(format_args!("waiting for a guest at {address}; control socket {path}"));
+            }
+            Err(reason) => control.request_quit(QuitCause::CannotListen(reason)),
+        }
+        drop(done);
+    };
+    thread::Builder::new()
+        .name("listen".to_owned())
+        .spawn(open)
+        .map_err(|e| Failure::because("cannot start a thread", &e))?;
+    let _ = opened.recv_timeout(LISTEN_FIRST_MAX);
+    Ok(())
 }
 
 /// Binds the control socket; a signal while the process starts removes it.
@@ -73,11 +98,14 @@ fn serve(
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|e| Failure::because("control socket", &e))?;
     let clients = server::serve(listener, Arc::clone(control));
-    control.wait_for_quit();
+    let cause = control.wait_for_quit();
     // Gone from the file system first: whoever sees this process end may start the next one.
     socket.remove();
     clients.finish(FAREWELL_MAX);
-    Ok(())
+    match cause {
+        QuitCause::CannotListen(reason) => Err(Failure::Failed(reason)),
+        QuitCause::Command | QuitCause::Signal | QuitCause::Guest(_) => Ok(()),
+    }
 }
 
 /// What a signal does: it depends on how far the process is.

@@ -1,6 +1,6 @@
 //! The client side of a control socket, as the commands of martlet use it.
 
-use super::{Line, read_line};
+use super::stream::{Next, ValueReader};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{self, BufReader, ErrorKind, Write};
@@ -81,9 +81,7 @@ impl ClientEvent {
 #[derive(Debug)]
 pub(crate) struct Client {
     path: PathBuf,
-    reader: BufReader<UnixStream>,
-    /// A line that has not come whole yet.
-    partial: Vec<u8>,
+    values: ValueReader<BufReader<UnixStream>>,
     events: VecDeque<ClientEvent>,
 }
 
@@ -95,8 +93,7 @@ impl Client {
         stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(no_server)?;
         let mut client = Client {
             path: path.to_owned(),
-            reader: BufReader::new(stream),
-            partial: Vec::new(),
+            values: ValueReader::new(BufReader::new(stream)),
             events: VecDeque::new(),
         };
         let deadline = Instant::now() + REPLY_TIMEOUT;
@@ -125,7 +122,8 @@ impl Client {
     ) -> Result<Value, ClientError> {
         let request = json!({ "execute": command, "arguments": arguments });
         let line = super::to_line(&request);
-        self.reader.get_mut().write_all(line.as_bytes()).map_err(|_| self.gone(command))?;
+        let mut stream = self.values.get_ref().get_ref();
+        stream.write_all(line.as_bytes()).map_err(|_| self.gone(command))?;
         let limit = if command == "x-resolve" { RESOLVE_TIMEOUT } else { REPLY_TIMEOUT };
         let deadline = Instant::now() + limit;
         loop {
@@ -167,20 +165,19 @@ impl Client {
         self.events.push_back(ClientEvent { name, data: object["data"].take() });
     }
 
-    /// Reads one object. A line that is cut by the deadline goes on at the next call.
+    /// Reads one object. One that is cut by the deadline goes on at the next call.
     fn read_object(&mut self, deadline: Instant, command: &str) -> Result<Value, ClientError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(WAIT_MIN);
-            let set = self.reader.get_ref().set_read_timeout(Some(left));
+            let set = self.values.get_ref().get_ref().set_read_timeout(Some(left));
             set.map_err(|_| self.gone(command))?;
-            match read_line(&mut self.reader, &mut self.partial) {
-                Ok(Line::Whole) => {
-                    let object = serde_json::from_slice(&self.partial);
-                    self.partial.clear();
+            match self.values.next() {
+                Ok(Next::Value(bytes)) => {
+                    let object = serde_json::from_slice(&bytes);
                     return object.map_err(|e| self.foreign(&format!("its answer: {e}")));
                 }
-                Ok(Line::TooLong) => return Err(self.foreign("its answer is too long")),
-                Ok(Line::Closed) => return Err(self.gone(command)),
+                Ok(Next::TooLong) => return Err(self.foreign("its answer is too long")),
+                Ok(Next::Closed) => return Err(self.gone(command)),
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline {
                         let (path, command) = (self.path.clone(), command.to_owned());

@@ -102,22 +102,22 @@ pub(crate) fn execute(
         }
         "migrate" => {
             let arguments: MigrateArguments = parse(arguments)?;
-            control.migrate(&arguments.address()?)?;
+            control.migrate(&arguments.address()?, arguments.options()?)?;
             done()
         }
         "migrate-incoming" => {
             let arguments: MigrateArguments = parse(arguments)?;
-            control.receive(&arguments.address()?)?;
+            control.receive(&arguments.address_only()?)?;
             done()
         }
         "migrate-set-parameters" => {
             let set: SetParameters = parse(arguments)?;
-            control.set_parameters(&set)?;
+            control.set_options(set.check()?);
             done()
         }
         "migrate-set-capabilities" => {
             let set: SetCapabilities = parse(arguments)?;
-            control.set_capabilities(&set)?;
+            control.set_options(set.check()?);
             done()
         }
         _ => {

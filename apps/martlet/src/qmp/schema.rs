@@ -2,13 +2,17 @@
 
 use super::events::status_word;
 use crate::accelerator::ZeroCheckArg;
-use crate::cli::{CHANNELS_MAX, QUEUES_MAX, check_downtime_limit, check_rdma_chunk};
+use crate::cli::{
+    CHANNELS_MAX, QUEUES_MAX, check_bandwidth, check_downtime_limit, check_rdma_chunk,
+};
 use crate::report_json::{ReportJson, ms, round_to};
 use martlet_engine::{MigrateOptions, Progress, Report, Status};
+use martlet_ram::ZeroFinders;
 use martlet_transport::{Address, ParseProviderError};
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Arguments of a command that has none.
@@ -25,13 +29,16 @@ pub(crate) struct Capabilities {
 }
 
 /// Arguments of `migrate` and `migrate-incoming`. `detach` is taken and ignored, as in QEMU.
+/// What begins with `x-` is for `migrate` only: set if it starts, and together with that.
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct MigrateArguments {
     uri: Option<String>,
     channels: Option<Vec<MigrationChannel>>,
     #[serde(rename = "detach")]
     _detach: Option<bool>,
+    x_parameters: Option<SetParameters>,
+    x_capabilities: Option<Vec<CapabilityState>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -64,6 +71,28 @@ impl MigrateArguments {
                 Err("exactly one of 'uri' and 'channels' must be given".into())
             }
         }
+    }
+
+    /// The same for a command that takes nothing else.
+    pub(crate) fn address_only(&self) -> Result<Address, String> {
+        if self.x_parameters.is_some() || self.x_capabilities.is_some() {
+            return Err("'x-parameters' and 'x-capabilities' are the source's".into());
+        }
+        self.address()
+    }
+
+    /// The options that it comes with, checked.
+    pub(crate) fn options(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
+        let parameters = self.x_parameters.as_ref().map(SetParameters::check).transpose()?;
+        let capabilities = self.x_capabilities.as_deref().map(check_capabilities).transpose()?;
+        Ok(move |options: &mut MigrateOptions| {
+            if let Some(set) = parameters {
+                set(options);
+            }
+            if let Some(set) = capabilities {
+                set(options);
+            }
+        })
     }
 }
 
@@ -141,51 +170,62 @@ pub(crate) struct SetParameters {
 }
 
 impl SetParameters {
-    /// Checks all of it, then changes `options`: an error changes nothing.
-    pub(crate) fn apply(&self, options: &mut MigrateOptions) -> Result<(), String> {
-        let mut changed = options.clone();
-        if let Some(channels) = self.multifd_channels {
-            let count =
-                u16::try_from(channels).ok().filter(|n| *n <= CHANNELS_MAX).ok_or_else(|| {
-                    format!("multifd-channels must be 1 to {CHANNELS_MAX}, or 0 for automatic")
-                })?;
-            changed.channels = (count > 0).then_some(count);
-        }
-        let limit = match (self.downtime_limit, self.x_downtime_limit_us) {
+    /// Checks all of it, and opens what has to be opened. What it returns sets it and can't fail.
+    pub(crate) fn check(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
+        let channels = self.multifd_channels.map(check_channels).transpose()?;
+        let downtime_limit = match (self.downtime_limit, self.x_downtime_limit_us) {
             (Some(_), Some(_)) => {
                 return Err("downtime-limit and x-downtime-limit-us exclude each other".into());
             }
             (Some(ms), None) => Some(Duration::from_millis(ms)),
             (None, us) => us.map(Duration::from_micros),
         };
-        if let Some(limit) = limit {
-            check_downtime_limit(limit)?;
-            changed.downtime_limit = limit;
-        }
-        if let Some(rate) = self.max_bandwidth {
-            changed.bandwidth = (rate > 0).then_some(BytesPerSec(rate));
-        }
-        changed.verify = self.x_verify.unwrap_or(changed.verify);
-        if let Some(text) = &self.x_zero_check {
-            let arg: ZeroCheckArg = text.parse().map_err(|e| format!("x-zero-check: {e}"))?;
-            changed.zero_finders = arg.open()?;
-        }
-        if let Some(text) = &self.x_rdma_provider {
-            let parsed = text.parse();
-            changed.rdma.provider = parsed.map_err(|e: ParseProviderError| e.to_string())?;
-        }
-        if let Some(bytes) = self.x_rdma_chunk_size {
-            check_rdma_chunk(ByteCount(bytes))?;
-            changed.rdma.chunk_bytes = bytes;
-        }
-        if let Some(queues) = self.x_rdma_queues {
-            let queues = u16::try_from(queues).ok().filter(|n| (1..=QUEUES_MAX).contains(n));
-            let range = || format!("x-rdma-queues must be 1 to {QUEUES_MAX}");
-            changed.rdma.queues = queues.ok_or_else(range)?;
-        }
-        *options = changed;
-        Ok(())
+        downtime_limit.map_or(Ok(()), check_downtime_limit)?;
+        let bandwidth = match self.max_bandwidth {
+            Some(0) => Some(None),
+            Some(rate) => Some(Some(check_bandwidth(BytesPerSec(rate))?)),
+            None => None,
+        };
+        let verify = self.x_verify;
+        let zero_finders = self.x_zero_check.as_deref().map(open_zero_check).transpose()?;
+        let provider = self.x_rdma_provider.as_deref().map(str::parse).transpose();
+        let provider = provider.map_err(|e: ParseProviderError| e.to_string())?;
+        self.x_rdma_chunk_size.map_or(Ok(()), |bytes| check_rdma_chunk(ByteCount(bytes)))?;
+        let chunk_bytes = self.x_rdma_chunk_size;
+        let queues = self.x_rdma_queues.map(check_queues).transpose()?;
+        Ok(move |options: &mut MigrateOptions| {
+            set(&mut options.channels, channels);
+            set(&mut options.downtime_limit, downtime_limit);
+            set(&mut options.bandwidth, bandwidth);
+            set(&mut options.verify, verify);
+            set(&mut options.zero_finders, zero_finders);
+            set(&mut options.rdma.provider, provider);
+            set(&mut options.rdma.chunk_bytes, chunk_bytes);
+            set(&mut options.rdma.queues, queues);
+        })
     }
+}
+
+fn set<T>(field: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *field = value;
+    }
+}
+
+fn check_channels(channels: u64) -> Result<Option<u16>, String> {
+    let count = u16::try_from(channels).ok().filter(|n| *n <= CHANNELS_MAX);
+    let range = || format!("multifd-channels must be 1 to {CHANNELS_MAX}, or 0 for automatic");
+    Ok(Some(count.ok_or_else(range)?).filter(|n| *n > 0))
+}
+
+fn check_queues(queues: u64) -> Result<u16, String> {
+    let queues = u16::try_from(queues).ok().filter(|n| (1..=QUEUES_MAX).contains(n));
+    queues.ok_or_else(|| format!("x-rdma-queues must be 1 to {QUEUES_MAX}"))
+}
+
+fn open_zero_check(text: &str) -> Result<Arc<dyn ZeroFinders>, String> {
+    let arg: ZeroCheckArg = text.parse().map_err(|e| format!("x-zero-check: {e}"))?;
+    arg.open()
 }
 
 /// What `query-migrate-parameters` returns.
@@ -221,24 +261,32 @@ struct CapabilityState {
 const ALWAYS_ON: [&str; 4] = ["events", "multifd", "return-path", "switchover-ack"];
 
 impl SetCapabilities {
-    /// Checks all of it, then changes `options`: an error changes nothing.
-    pub(crate) fn apply(&self, options: &mut MigrateOptions) -> Result<(), String> {
-        let mut changed = options.clone();
-        for CapabilityState { capability, state } in &self.capabilities {
-            match (capability.as_str(), state) {
-                ("auto-converge", state) => changed.auto_converge = *state,
-                ("rdma-pin-all", state) => changed.rdma.pin_all = *state,
-                (name, true) if ALWAYS_ON.contains(&name) => {}
-                (name, false) if ALWAYS_ON.contains(&name) => {
-                    return Err(format!("capability '{name}' can't be switched off"));
-                }
-                (_, false) => {}
-                (name, true) => return Err(format!("capability '{name}' is not supported")),
-            }
-        }
-        *options = changed;
-        Ok(())
+    /// Checks all of it. What it returns sets it and can't fail.
+    pub(crate) fn check(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
+        check_capabilities(&self.capabilities)
     }
+}
+
+fn check_capabilities(
+    wanted: &[CapabilityState],
+) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
+    let (mut auto_converge, mut pin_all) = (None, None);
+    for CapabilityState { capability, state } in wanted {
+        match (capability.as_str(), state) {
+            ("auto-converge", state) => auto_converge = Some(*state),
+            ("rdma-pin-all", state) => pin_all = Some(*state),
+            (name, true) if ALWAYS_ON.contains(&name) => {}
+            (name, false) if ALWAYS_ON.contains(&name) => {
+                return Err(format!("capability '{name}' can't be switched off"));
+            }
+            (_, false) => {}
+            (name, true) => return Err(format!("capability '{name}' is not supported")),
+        }
+    }
+    Ok(move |options: &mut MigrateOptions| {
+        set(&mut options.auto_converge, auto_converge);
+        set(&mut options.rdma.pin_all, pin_all);
+    })
 }
 
 /// What `query-migrate-capabilities` returns.
@@ -394,13 +442,14 @@ mod tests {
         let set = |json: Value, options: &mut MigrateOptions| {
             serde_json::from_value::<SetParameters>(json)
                 .map_err(|e| e.to_string())
-                .and_then(|set| set.apply(options))
+                .and_then(|set| set.check().map(|set| set(options)))
         };
-        set(json!({"multifd-channels": 4, "max-bandwidth": 1000}), &mut options).unwrap();
-        assert_eq!((options.channels, options.bandwidth), (Some(4), Some(BytesPerSec(1000))));
+        set(json!({"multifd-channels": 4, "max-bandwidth": 100_000}), &mut options).unwrap();
+        assert_eq!((options.channels, options.bandwidth), (Some(4), Some(BytesPerSec(100_000))));
         for bad in [
             json!({"multifd-channels": 1, "downtime-limit": 0}),
             json!({"multifd-channels": 129}),
+            json!({"x-verify": true, "max-bandwidth": 1}),
             json!({"downtime-limit": 3_600_001}),
             json!({"downtime-limit": 5, "x-downtime-limit-us": 5000}),
             json!({"downtime-limit": -1}),
@@ -423,7 +472,7 @@ mod tests {
         let mut options = MigrateOptions::default();
         let set = |name: &str, state: bool, options: &mut MigrateOptions| {
             let json = json!({"capabilities": [{"capability": name, "state": state}]});
-            serde_json::from_value::<SetCapabilities>(json).unwrap().apply(options)
+            serde_json::from_value::<SetCapabilities>(json).unwrap().check().map(|set| set(options))
         };
         set("auto-converge", false, &mut options).unwrap();
         assert!(!options.auto_converge);

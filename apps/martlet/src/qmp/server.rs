@@ -2,7 +2,8 @@
 //! that writes, so that a client that does not read holds up nobody else.
 
 use super::dispatch::{Mode, QmpError, execute};
-use super::{LINE_BYTES_MAX, Line, read_line, schema, to_line};
+use super::stream::{Next, VALUE_BYTES_MAX, ValueReader};
+use super::{schema, to_line};
 use crate::control::{Control, spawn};
 use serde_json::{Value, json};
 use std::io::{BufReader, Write};
@@ -149,45 +150,38 @@ impl Client {
     fn run(&self) {
         self.say(&json!({ "QMP": { "version": schema::version(), "capabilities": [] } }));
         let mut mode = Mode::Negotiation;
-        let mut reader = BufReader::new(&*self.stream);
-        let mut line = Vec::new();
+        let mut values = ValueReader::new(BufReader::new(&*self.stream));
         loop {
-            line.clear();
-            match read_line(&mut reader, &mut line) {
-                Ok(Line::Whole) => {}
-                Ok(Line::TooLong) => {
-                    let error = format!("a line is longer than {LINE_BYTES_MAX} bytes");
+            let is_there = match values.next() {
+                Ok(Next::Value(bytes)) => self.answer(&bytes, &mut mode),
+                Ok(Next::TooLong) => {
+                    let error = format!("a command is longer than {VALUE_BYTES_MAX} bytes");
                     self.say(&failure(&QmpError::generic(error), None));
                     break;
                 }
-                Ok(Line::Closed) | Err(_) => break,
-            }
-            if !self.answer(&line, &mut mode) {
+                Ok(Next::Closed) | Err(_) => break,
+            };
+            if !is_there {
                 break;
             }
         }
         self.control.events().unsubscribe(self.id);
     }
 
-    /// Answers every object of a line. Returns whether the client is still there.
-    fn answer(&self, line: &[u8], mode: &mut Mode) -> bool {
-        for object in serde_json::Deserializer::from_slice(line).into_iter::<Value>() {
-            let before = *mode;
-            let reply = match object {
-                Ok(object) => self.reply(object, mode),
-                Err(error) => {
-                    let error = QmpError::generic(format!("JSON parse error: {error}"));
-                    return self.say(&failure(&error, None));
-                }
-            };
-            if !self.say(&reply) {
-                return false;
-            }
-            // After the reply, so that no event comes before it.
-            if before != *mode {
-                let (outbox, stream) = (self.outbox.clone(), Arc::clone(&self.stream));
-                self.control.events().subscribe(self.id, outbox, stream);
-            }
+    /// Answers a value. Returns whether the client is still there.
+    fn answer(&self, value: &[u8], mode: &mut Mode) -> bool {
+        let before = *mode;
+        let reply = match serde_json::from_slice(value) {
+            Ok(object) => self.reply(object, mode),
+            Err(error) => failure(&QmpError::generic(format!("JSON parse error: {error}")), None),
+        };
+        if !self.say(&reply) {
+            return false;
+        }
+        // After the reply, so that no event comes before it.
+        if before != *mode {
+            let (outbox, stream) = (self.outbox.clone(), Arc::clone(&self.stream));
+            self.control.events().subscribe(self.id, outbox, stream);
         }
         true
     }

@@ -1,15 +1,21 @@
 //! The control socket as clients see it, with a pretended guest behind it.
 
 use super::server::{CLIENTS_MAX, Clients, serve_client};
-use super::{LINE_BYTES_MAX, client::Client, client::ClientError};
+use super::stream::VALUE_BYTES_MAX;
+use super::{client::Client, client::ClientError};
+use crate::cli::{Cli, Command};
+use crate::commands::follow::{self, Request};
 use crate::control::{Control, QuitCause};
 use crate::fake::{FakeGuest, FakeListen};
+use crate::view::progress::{Kind, MigrationProgress};
+use clap::Parser;
 use martlet_engine::{ReceiveStatus, Status};
 use martlet_machine::{EndCause, GuestStatus};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 /// Longer than anything takes, shorter than patience.
@@ -140,10 +146,32 @@ fn wrong_input_is_answered_and_survived() {
 }
 
 #[test]
-fn a_line_without_end_is_cut_off() {
+fn commands_are_a_stream_of_values_not_lines() {
+    let (_, control, clients) = with_guest();
+    let mut wire = Wire::new(&control, &clients);
+    // In two writes, without a line end.
+    wire.write(r#"{"execute":"qmp_"#);
+    wire.write(r#"capabilities"}"#);
+    assert_eq!(wire.read(), json!({"return": {}}));
+    for byte in r#"{"execute":"query-status","id":1}"#.chars() {
+        wire.write(&byte.to_string());
+    }
+    assert_eq!(wire.read()["id"], 1);
+    wire.write("{\n  \"execute\": \"query-status\",\n  \"id\": 2\n}");
+    assert_eq!(wire.read()["id"], 2);
+    wire.write(r#"{"execute":"query-kvm","id":3}{"execute":"query-kvm","id":4}"#);
+    assert_eq!((wire.read()["id"].clone(), wire.read()["id"].clone()), (json!(3), json!(4)));
+    // What is broken is answered once, and the next command is a command.
+    assert_eq!(class(&wire.ask("help {\"execute\"")), "GenericError");
+    wire.write(":\"query-kvm\",\"id\":5}");
+    assert_eq!(wire.read()["id"], 5);
+}
+
+#[test]
+fn a_command_without_end_is_cut_off() {
     let (_, control, clients) = with_guest();
     let mut wire = Wire::ready(&control, &clients);
-    let junk = vec![b'x'; LINE_BYTES_MAX + 1];
+    let junk = vec![b'x'; VALUE_BYTES_MAX + 1];
     // The server may close before it has read all of it.
     let _ = wire.0.get_mut().write_all(&junk);
     assert_eq!(class(&wire.read()), "GenericError");
@@ -215,7 +243,7 @@ fn a_migration_is_started_followed_and_over() {
     let mut owner = Wire::ready(&control, &clients);
     let mut other = Wire::ready(&control, &clients);
     assert_eq!(owner.run("query-migrate", &json!({})), json!({"return": {}}));
-    let parameters = json!({"multifd-channels": 2, "downtime-limit": 20, "max-bandwidth": 5000});
+    let parameters = json!({"multifd-channels": 2, "downtime-limit": 20, "max-bandwidth": 50000});
     owner.run("migrate-set-parameters", &parameters);
     let uri = json!({"uri": "tcp:host:4444"});
     assert_eq!(owner.run("migrate", &uri), json!({"return": {}}));
@@ -245,6 +273,92 @@ fn a_migration_is_started_followed_and_over() {
         let reply = owner.run(command, &arguments);
         assert_eq!(reply["error"]["desc"], "the guest has moved away", "{command}");
     }
+}
+
+#[test]
+fn a_refused_command_changes_nothing() {
+    let (guest, control, clients) = with_guest();
+    let mut owner = Wire::ready(&control, &clients);
+    let limits = json!({"max-bandwidth": 5_000_000, "downtime-limit": 20});
+    owner.run("migrate", &json!({"uri": "unix:/x", "x-parameters": limits}));
+    let attempt = guest.last_attempt();
+    let set =
+        |owner: &mut Wire| owner.run("query-migrate-parameters", &json!({}))["return"].clone();
+    let before = set(&mut owner);
+    assert_eq!(
+        (&before["max-bandwidth"], &before["downtime-limit"]),
+        (&json!(5_000_000), &20.into())
+    );
+    // Another client's whole command, as `martlet migrate` sends it.
+    let dir = crate::scratch::ScratchDir::create().unwrap();
+    let path = dir.path().join("c");
+    super::server::serve(UnixListener::bind(&path).unwrap(), Arc::clone(&control));
+    let cli = Cli::try_parse_from(["martlet", "migrate", "--control", "c", "unix:/y"]).unwrap();
+    let Command::Migrate(args) = cli.command else { panic!("{:?}", cli.command) };
+    let mut second = Client::connect(&path).unwrap();
+    let progress = &mut MigrationProgress::new(Kind::Quiet);
+    let refused = follow::migrate(&mut second, &Request::of(&args), progress, &AtomicU32::new(0));
+    assert_eq!(refused.unwrap_err().to_string(), "a migration is running already");
+    // Others that are refused for one part of what they set.
+    for (command, arguments) in [
+        (
+            "migrate",
+            json!({"uri": "unix:/y", "x-capabilities": [{"capability": "rdma-pin-all", "state": true}]}),
+        ),
+        ("migrate", json!({"uri": "nowhere", "x-parameters": {"downtime-limit": 7}})),
+        ("migrate-set-parameters", json!({"downtime-limit": 7, "multifd-channels": 9999})),
+        ("migrate-set-parameters", json!({"max-bandwidth": 0, "x-rdma-queues": 0})),
+        ("migrate-set-parameters", json!({"downtime-limit": 7, "max-bandwidth": 1})),
+        (
+            "migrate-set-capabilities",
+            json!({"capabilities": [
+                {"capability": "rdma-pin-all", "state": true},
+                {"capability": "multifd", "state": false},
+            ]}),
+        ),
+    ] {
+        assert_eq!(class(&owner.run(command, &arguments)), "GenericError", "{command} {arguments}");
+    }
+    assert_eq!(set(&mut owner), before);
+    assert!(!control.options().rdma.pin_all);
+    assert!(attempt.asked.lock().unwrap().is_empty(), "the first one keeps its limits");
+    // And one that is not refused.
+    owner.run("migrate-set-parameters", &json!({"max-bandwidth": 0}));
+    assert_eq!(*attempt.asked.lock().unwrap(), ["bandwidth None"]);
+}
+
+#[test]
+fn a_name_that_is_not_found_holds_up_nobody_else() {
+    let listen = Arc::new(FakeListen::default());
+    let control = Control::waiting(Arc::clone(&listen) as _);
+    let clients = Arc::new(Clients::default());
+    let mut slow = Wire::ready(&control, &clients);
+    let mut other = Wire::ready(&control, &clients);
+    slow.write(r#"{"execute":"migrate-incoming","arguments":{"uri":"tcp:slow:2"}}"#);
+    let again = json!({"uri": "tcp:other:3"});
+    let refusal = loop {
+        // Until the first one is on its way, this one would be taken.
+        std::thread::yield_now();
+        if control.is_opening() {
+            break other.run("migrate-incoming", &again);
+        }
+    };
+    let said = refusal["error"]["desc"].as_str().unwrap();
+    assert_eq!(said, "about to wait for a guest at tcp:slow:2");
+    assert_eq!(other.status(), "inmigrate");
+    assert_eq!(other.run("query-migrate", &json!({})), json!({"return": {}}));
+    assert_eq!(other.run("migrate_cancel", &json!({})), json!({"return": {}}));
+    assert_eq!(other.run("quit", &json!({})), json!({"return": {}}));
+    assert_eq!(control.wait_for_quit(), QuitCause::Command);
+    listen.answer();
+    let late = loop {
+        let object = slow.read();
+        if object.get("event").is_none() {
+            break object;
+        }
+    };
+    assert_eq!(late["error"]["desc"], "this process is ending");
+    assert_eq!(*listen.opened.lock().unwrap()[0].status.lock().unwrap(), ReceiveStatus::Stopped);
 }
 
 #[test]

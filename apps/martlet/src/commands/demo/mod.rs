@@ -163,15 +163,7 @@ impl Demo<'_> {
 
     fn move_once(&self, here: &mut Process, there: &mut Process) -> Result<ReportJson, Failure> {
         let to = there.address()?;
-        let request = Request {
-            to: &to,
-            channels: self.args.tuning.channels,
-            downtime_limit: self.args.tuning.downtime_limit,
-            bandwidth: None,
-            verify: self.args.tuning.verify,
-            zero_check: &self.args.tuning.zero_check,
-            rdma: &self.args.tuning.rdma,
-        };
+        let request = Request { to: &to, tuning: &self.args.tuning, bandwidth: None };
         let kind = if self.args.runs > 1 { Kind::Quiet } else { self.kind };
         let mut progress = MigrationProgress::new(kind);
         let client = here.client();
