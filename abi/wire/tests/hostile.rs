@@ -1,6 +1,7 @@
 //! Hostile bytes: every decoder against random input, every truncation and every bit flip of valid
 //! input, and each limit by name.
 
+use martlet_simulation::Chance;
 use martlet_wire::control::{
     Abandon, Alive, Answer, CHANNELS_MAX, Commit, Committed, Control, Digest, Fate, InstanceId,
     MACHINE_BYTES_MAX, MigrationId, Ping, Pong, Query, REASON_BYTES_MAX, Rehearsed, RoundReceived,
@@ -86,27 +87,6 @@ fn valid() -> Vec<(Decoder, Vec<u8>)> {
     list
 }
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): a few random bytes without a dependency.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        usize::try_from(self.next() % limit as u64).expect("below a usize")
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.next().to_le_bytes()[0]
-    }
-}
-
 #[test]
 fn every_kind_is_tried() {
     let tried: Vec<Kind> = messages().iter().map(Control::kind).collect();
@@ -148,26 +128,26 @@ fn a_truncated_body_is_an_error() {
 
 #[test]
 fn random_and_mutated_bytes() {
-    let mut random = Random(1);
+    let mut chance = Chance::new(1);
     let valid = valid();
     for _ in 0..20_000 {
-        let (decode, template) = &valid[random.below(valid.len())];
+        let (decode, template) = &valid[chance.index(valid.len())];
         let mut bytes = template.clone();
-        for _ in 0..=random.below(6) {
-            let at = random.below(bytes.len());
-            match random.below(3) {
-                0 => bytes[at] = random.byte(),
-                1 => bytes.insert(at, random.byte()),
-                _ => bytes[at] = [0, 0x7f, 0x80, 0xff, 0x9f, 0xbf, 0x5f][random.below(7)],
+        for _ in 0..=chance.below(6) {
+            let at = chance.index(bytes.len());
+            match chance.below(3) {
+                0 => bytes[at] = chance.byte(),
+                1 => bytes.insert(at, chance.byte()),
+                _ => bytes[at] = [0, 0x7f, 0x80, 0xff, 0x9f, 0xbf, 0x5f][chance.index(7)],
             }
         }
         decode(&bytes);
-        let noise: Vec<u8> = (0..random.below(80)).map(|_| random.byte()).collect();
+        let noise: Vec<u8> = (0..chance.below(80)).map(|_| chance.byte()).collect();
         for decode in [fuzz::hello, fuzz::hello_reply, fuzz::control, fuzz::pages] {
             decode(&noise);
         }
         // Noise behind a valid header reaches the decoders of the bodies.
-        let kind = Kind::ALL[random.below(Kind::ALL.len())];
+        let kind = Kind::ALL[chance.index(Kind::ALL.len())];
         let _ = Control::decode(kind, &noise);
     }
 }

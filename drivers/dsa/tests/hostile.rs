@@ -11,39 +11,25 @@ use martlet_dsa::{
     ZeroEngine,
 };
 use martlet_dsa_abi::{Descriptor, Opcode};
+use martlet_simulation::Chance;
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock};
 use martlet_units::Instant;
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Numbers that look unrelated.
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33 ^ self.0 << 31
-    }
-
-    fn one_in(&mut self, count: u64) -> bool {
-        self.next().is_multiple_of(count)
-    }
-}
-
 /// Writes noise where records belong: at once, later, or never.
 struct Liar {
     bus: Arc<SoftBus>,
-    noise: Mutex<Noise>,
+    noise: Mutex<Chance>,
     owed: Mutex<Vec<u64>>,
 }
 
 impl Liar {
-    fn write(&self, noise: &mut Noise, record: u64) {
+    fn write(&self, noise: &mut Chance, record: u64) {
         let mut bytes = [0; 32];
-        bytes.chunks_mut(8).for_each(|word| word.copy_from_slice(&noise.next().to_le_bytes()));
-        if noise.one_in(2) {
+        bytes.chunks_mut(8).for_each(|word| word.copy_from_slice(&noise.bits().to_le_bytes()));
+        if noise.once_in(2) {
             // Something that is nearly right.
             bytes[0] = [1, 2, 3, 5, 6, 0x83, 0x14, 0][usize::from(bytes[0] % 8)];
             bytes[1] %= 3;
@@ -66,7 +52,7 @@ impl Liar {
             records.reverse();
         }
         for record in records {
-            match noise.next() % 8 {
+            match noise.below(8) {
                 0 => {}
                 1 => self.owed.lock().unwrap().push(record),
                 _ => self.write(&mut noise, record),
@@ -76,7 +62,7 @@ impl Liar {
 
     fn pay(&self) {
         let mut noise = self.noise.lock().unwrap();
-        if noise.one_in(3) {
+        if noise.once_in(3) {
             let owed = std::mem::take(&mut *self.owed.lock().unwrap());
             owed.into_iter().for_each(|record| self.write(&mut noise, record));
         }
@@ -87,7 +73,7 @@ struct LiarPortal(Arc<Liar>);
 
 impl Portal for LiarPortal {
     fn submit(&self, descriptor: &[u8; DESCRIPTOR_BYTES]) -> Submission {
-        let chance = self.0.noise.lock().unwrap().next();
+        let chance = self.0.noise.lock().unwrap().bits();
         match chance % 64 {
             0..8 => Submission::Retry,
             8 if chance.is_multiple_of(17) => Submission::Gone,
@@ -128,8 +114,11 @@ struct Host {
 
 fn host(seed: u64, batch_max: u32) -> Host {
     let bus = SoftBus::new(Addressing::Iommu);
-    let liar =
-        Arc::new(Liar { bus: bus.clone(), noise: Mutex::new(Noise(seed)), owed: Mutex::default() });
+    let liar = Arc::new(Liar {
+        bus: bus.clone(),
+        noise: Mutex::new(Chance::new(seed)),
+        owed: Mutex::default(),
+    });
     let limits = QueueLimits { batch_max, transfer_bytes_max: 1 << 20, credits: Some(40) };
     let wait = Arc::new(LiarWait(liar.clone(), SoftClock::virtual_from(Instant(1_000_000))));
     let queue = WorkQueue::new("wq0.0", Box::new(LiarPortal(liar)), wait, limits);

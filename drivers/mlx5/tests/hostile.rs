@@ -9,19 +9,19 @@ use martlet_device_io::{BusAddress, BusMemory, Dma, Registers, Waiter};
 use martlet_mlx5::options::{Deadlines, Options};
 use martlet_mlx5::{Mlx5Device, Platform};
 use martlet_mlx5_model::{Latencies, Model, ModelConfig};
+use martlet_simulation::Chance;
 use martlet_soft_bus::{Addressing, Seat, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use martlet_vdpa::virtio::feature;
 use martlet_vdpa::{Access, Iova, MapRun, QueueIndex, QueueState, VdpaDevice};
 use proptest::prelude::*;
 use rig::guest::Guest;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// What the device does, from a seed.
 struct Malice {
-    state: AtomicU64,
+    chance: Mutex<Chance>,
     /// One in this many chances is taken.
     rarity: u64,
     bus: Arc<SoftBus>,
@@ -31,12 +31,8 @@ struct Malice {
 }
 
 impl Malice {
-    /// SplitMix64.
     fn draw(&self) -> u64 {
-        let state = self.state.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.chance.lock().unwrap().bits()
     }
 
     fn strikes(&self) -> bool {
@@ -138,7 +134,7 @@ fn run(seed: u64, rarity: u64, calls: &[u8]) {
     let model = Model::new(config, Arc::clone(&bus) as _, stage.clock());
     let seat = stage.seat(Arc::clone(&model) as _);
     let malice = Arc::new(Malice {
-        state: AtomicU64::new(seed),
+        chance: Mutex::new(Chance::new(seed)),
         rarity,
         bus: Arc::clone(&bus),
         seat: Arc::clone(&seat),

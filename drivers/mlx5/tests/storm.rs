@@ -10,6 +10,7 @@ use martlet_mlx5::options::{Barrier, Deadlines, Options, Pace, Prepare};
 use martlet_mlx5::queues::DeviceState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
 use martlet_mlx5_model::{Fault, Latencies, ModelConfig, Point, QueueState};
+use martlet_simulation::Chance;
 use martlet_vdpa::{Iova, QueueIndex, VdpaDevice};
 use proptest::prelude::*;
 use rig::Rig;
@@ -144,17 +145,10 @@ proptest! {
 
 /// A seed's whole storm, as pinned seeds and long runs have it.
 fn run_seed(seed: u64, per_million: u32) {
-    // SplitMix64 (Steele, Lea, Flood 2014): calls that differ in all bits from seed to seed.
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    };
-    let variant = next().to_le_bytes()[0];
-    let count = 10 + next() % 50;
-    let calls: Vec<u8> = (0..count).map(|_| next().to_le_bytes()[0]).collect();
+    let mut chance = Chance::new(seed);
+    let variant = chance.byte();
+    let count = 10 + chance.below(50);
+    let calls: Vec<u8> = (0..count).map(|_| chance.byte()).collect();
     run(seed, per_million, variant, &calls);
 }
 

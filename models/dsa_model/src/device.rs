@@ -1,6 +1,6 @@
 //! The device as a whole.
 
-use crate::state::{Land, Life, State, Waiting};
+use crate::state::{Life, State, Waiting};
 use crate::{
     ConfigError, Counters, DeviceConfig, Fault, FaultPoint, Faults, Mode, QueueFile, QueuePortal,
 };
@@ -156,12 +156,10 @@ impl State {
 impl core::fmt::Debug for DsaModel {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         let state = self.lock();
-        let late = state.landings.iter().filter(|landing| matches!(landing.0.what, Land::Batch(_)));
         f.debug_struct("DsaModel")
             .field("number", &state.config.number)
             .field("life", &state.life)
             .field("counters", &state.counters)
-            .field("batches_ending", &late.count())
             .finish_non_exhaustive()
     }
 }

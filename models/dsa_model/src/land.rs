@@ -2,20 +2,16 @@
 
 use crate::memory::Memory;
 use crate::operations;
-use crate::state::{Land, Landing, Operation, Owner, State, Todo};
+use crate::state::{Land, Operation, Owner, State, Todo};
 use martlet_device_io::BusMemory;
 use martlet_dsa_abi::{CompletionRecord, Descriptor, Flags, Status};
 use martlet_units::Instant;
-use std::cmp::Reverse;
 
 impl State {
     /// Ends what is due until `now`.
     pub(crate) fn land_due(&mut self, now: Instant, bus: &dyn BusMemory) {
-        while let Some(Reverse(Landing { at, .. })) = self.landings.peek()
-            && *at <= now
-            && let Some(Reverse(landing)) = self.landings.pop()
-        {
-            match landing.what {
+        while let Some((_, land)) = self.landings.take_due(now) {
+            match land {
                 Land::Operation(operation) => self.land_operation(&operation, bus),
                 Land::Batch(number) => self.land_batch(number, bus),
                 Land::Again { completion, record } => self.write_record(completion, record, bus),

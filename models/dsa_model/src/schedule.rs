@@ -17,10 +17,7 @@ impl State {
     pub(crate) fn turn(&mut self, now: Instant, bus: &dyn BusMemory) -> Option<Instant> {
         while self.life == Life::Running {
             self.dispatch_all(bus);
-            let next = [self.next_finish(), self.landings.peek().map(|landing| landing.0.at)]
-                .into_iter()
-                .flatten()
-                .min();
+            let next = [self.next_finish(), self.landings.next_at()].into_iter().flatten().min();
             let Some(due) = next.filter(|next| *next <= now) else {
                 self.pass_to(now);
                 return next;

@@ -3,9 +3,9 @@
 use crate::memory::Absent;
 use crate::{DeviceConfig, Faults, Mode, QueueConfig};
 use martlet_dsa_abi::{CompletionRecord, Descriptor};
+use martlet_simulation::Agenda;
 use martlet_units::Instant;
-use std::cmp::{Ordering, Reverse};
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 /// What a device did so far.
@@ -46,12 +46,12 @@ pub(crate) struct State {
     /// Batches under way, by the number of their submission.
     pub(crate) batches: BTreeMap<u64, Batch>,
     pub(crate) drains: Vec<Drain>,
-    pub(crate) landings: BinaryHeap<Reverse<Landing>>,
+    pub(crate) landings: Agenda<Instant, Land>,
     pub(crate) faults: Faults,
     pub(crate) absent: Absent,
     pub(crate) counters: Counters,
     pub(crate) woken: bool,
-    /// Numbers submissions and landings.
+    /// Numbers submissions.
     next_number: u64,
 }
 
@@ -133,12 +133,6 @@ pub(crate) struct Drain {
 }
 
 /// A completion that is due.
-pub(crate) struct Landing {
-    pub(crate) at: Instant,
-    pub(crate) number: u64,
-    pub(crate) what: Land,
-}
-
 pub(crate) enum Land {
     Operation(Operation),
     Batch(u64),
@@ -147,26 +141,6 @@ pub(crate) enum Land {
         completion: u64,
         record: CompletionRecord,
     },
-}
-
-impl PartialEq for Landing {
-    fn eq(&self, other: &Landing) -> bool {
-        (self.at, self.number) == (other.at, other.number)
-    }
-}
-
-impl Eq for Landing {}
-
-impl PartialOrd for Landing {
-    fn partial_cmp(&self, other: &Landing) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Landing {
-    fn cmp(&self, other: &Landing) -> Ordering {
-        (self.at, self.number).cmp(&(other.at, other.number))
-    }
 }
 
 impl State {
@@ -187,7 +161,7 @@ impl State {
             config,
             batches: BTreeMap::new(),
             drains: Vec::new(),
-            landings: BinaryHeap::new(),
+            landings: Agenda::default(),
             faults,
             absent: Absent::default(),
             counters: Counters::default(),
@@ -203,14 +177,13 @@ impl State {
 
     /// Puts a completion at a time.
     pub(crate) fn land_at(&mut self, at: Instant, what: Land) {
-        let number = self.number();
-        self.landings.push(Reverse(Landing { at, number, what }));
+        self.landings.put(at, what);
     }
 
     /// It was pulled out: whatever it held is never done.
     pub(crate) fn unplug(&mut self) {
         self.life = Life::Gone;
-        self.landings.clear();
+        self.landings = Agenda::default();
         self.batches.clear();
         self.drains.clear();
         for queue in &mut self.queues {

@@ -6,6 +6,8 @@
 
 #![forbid(unsafe_code)]
 
+use martlet_simulation::{Chance, scatter};
+
 /// One line of a script: at the points that are `at`, leave the first `skip` alone and let the
 /// next `times` fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,7 +29,7 @@ pub const FOR_EVER: u64 = u64::MAX;
 #[derive(Clone, Debug)]
 pub struct FaultPlan<P, F> {
     script: Vec<Line<P, F>>,
-    chance: Option<Chance<P, F>>,
+    storm: Option<Storm<P, F>>,
     struck: u64,
 }
 
@@ -38,8 +40,8 @@ struct Line<P, F> {
 }
 
 #[derive(Clone, Debug)]
-struct Chance<P, F> {
-    state: u64,
+struct Storm<P, F> {
+    chance: Chance,
     per_million: u32,
     faults: Vec<(P, F)>,
 }
@@ -47,7 +49,7 @@ struct Chance<P, F> {
 impl<P, F> Default for FaultPlan<P, F> {
     /// Nothing ever goes wrong.
     fn default() -> FaultPlan<P, F> {
-        FaultPlan { script: Vec::new(), chance: None, struck: 0 }
+        FaultPlan { script: Vec::new(), storm: None, struck: 0 }
     }
 }
 
@@ -56,7 +58,7 @@ impl<P, F: Clone> FaultPlan<P, F> {
     /// point all the same.
     pub fn script(rules: impl IntoIterator<Item = Rule<P, F>>) -> FaultPlan<P, F> {
         let script = rules.into_iter().map(|rule| Line { rule, met: 0 }).collect();
-        FaultPlan { script, chance: None, struck: 0 }
+        FaultPlan { script, storm: None, struck: 0 }
     }
 
     /// The `nth` (from 0) point that is `at` fails, once.
@@ -67,9 +69,9 @@ impl<P, F: Clone> FaultPlan<P, F> {
     /// Each point fails with a chance of `per_million`, with one of the `faults` that fit it.
     pub fn random(seed: u64, per_million: u32, faults: Vec<(P, F)>) -> FaultPlan<P, F> {
         // Seeds next to each other begin far apart.
-        let state = mix(seed);
-        let chance = Some(Chance { state, per_million, faults });
-        FaultPlan { script: Vec::new(), chance, struck: 0 }
+        let chance = Chance::new(scatter(seed));
+        let storm = Some(Storm { chance, per_million, faults });
+        FaultPlan { script: Vec::new(), storm, struck: 0 }
     }
 
     /// Adds a line to the script, counted from now.
@@ -80,7 +82,7 @@ impl<P, F: Clone> FaultPlan<P, F> {
     /// Forgets all faults; what has struck stays counted.
     pub fn clear(&mut self) {
         self.script.clear();
-        self.chance = None;
+        self.storm = None;
     }
 
     /// Asks whether something goes wrong here: at a point for which `is_here` says that a rule's
@@ -95,7 +97,7 @@ impl<P, F: Clone> FaultPlan<P, F> {
                 struck = Some(line.rule.fault.clone());
             }
         }
-        let struck = struck.or_else(|| self.chance.as_mut()?.strike(is_here));
+        let struck = struck.or_else(|| self.storm.as_mut()?.strike(is_here));
         self.struck += u64::from(struck.is_some());
         struck
     }
@@ -113,30 +115,16 @@ impl<P: PartialEq, F: Clone> FaultPlan<P, F> {
     }
 }
 
-impl<P, F: Clone> Chance<P, F> {
+impl<P, F: Clone> Storm<P, F> {
     fn strike(&mut self, is_here: impl Fn(&P) -> bool) -> Option<F> {
         let fitting = self.faults.iter().filter(|(at, _)| is_here(at));
         let count = u64::try_from(fitting.clone().count()).unwrap_or(u64::MAX);
-        if count == 0 || self.draw(1_000_000) >= u64::from(self.per_million) {
+        if count == 0 || self.chance.below(1_000_000) >= u64::from(self.per_million) {
             return None;
         }
-        let chosen = usize::try_from(self.draw(count)).ok()?;
+        let chosen = usize::try_from(self.chance.below(count)).ok()?;
         self.faults.iter().filter(|(at, _)| is_here(at)).nth(chosen).map(|(_, fault)| fault.clone())
     }
-
-    /// A number below `limit`.
-    fn draw(&mut self, limit: u64) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.state) % limit
-    }
-}
-
-/// SplitMix64's output function (Steele, Lea, Flood: Fast splittable pseudorandom number
-/// generators, 2014): faults need to look unrelated, nothing more.
-fn mix(state: u64) -> u64 {
-    let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -7,9 +7,8 @@ use crate::work::{
     Completion, Fault, Link, Memory, Operation, PairId, Point, PostError, Request, Side, Status,
 };
 use martlet_fault_plan::FaultPlan;
+use martlet_simulation::{Agenda, Chance};
 use martlet_units::Instant;
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::time::Duration;
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,9 +67,8 @@ pub struct Network {
     now: Instant,
     nics: [Nic; 2],
     pairs: Vec<Pair>,
-    events: BinaryHeap<Reverse<(Instant, u64, Event)>>,
-    order: u64,
-    chance: u64,
+    events: Agenda<Instant, Event>,
+    chance: Chance,
     faults: FaultPlan<Point, Fault>,
     is_cut: bool,
 }
@@ -83,9 +81,8 @@ impl Network {
             now: Instant(0),
             nics: [Nic::default(), Nic::default()],
             pairs: Vec::new(),
-            events: BinaryHeap::new(),
-            order: 0,
-            chance: seed,
+            events: Agenda::default(),
+            chance: Chance::new(seed),
             faults,
             is_cut: false,
         }
@@ -198,16 +195,12 @@ impl Network {
 
     /// When something happens next.
     pub fn next_event(&self) -> Option<Instant> {
-        self.events.peek().map(|Reverse((at, ..))| *at)
+        self.events.next_at()
     }
 
     /// Lets everything happen that is due.
     pub fn advance(&mut self, now: Instant, memory: &mut dyn Memory) {
-        while let Some(Reverse((at, ..))) = self.events.peek() {
-            if *at > now {
-                break;
-            }
-            let Some(Reverse((at, _, event))) = self.events.pop() else { break };
+        while let Some((at, event)) = self.events.take_due(now) {
             self.now = self.now.max(at);
             match event {
                 Event::Port(side) => self.on_port(side, memory),
@@ -241,8 +234,7 @@ impl Network {
     }
 
     fn schedule(&mut self, at: Instant, event: Event) {
-        self.order += 1;
-        self.events.push(Reverse((at, self.order, event)));
+        self.events.put(at, event);
     }
 
     /// Has a port look at its queue pairs at `at`, if it does not so earlier.
@@ -504,11 +496,6 @@ impl Network {
         if most == 0 {
             return Duration::ZERO;
         }
-        // SplitMix64 (Steele, Lea, Flood 2014).
-        self.chance = self.chance.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.chance;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        Duration::from_nanos((mixed ^ (mixed >> 31)) % (most + 1))
+        Duration::from_nanos(self.chance.below(most + 1))
     }
 }

@@ -1,8 +1,8 @@
 //! A guest's memory on both sides, the pages that are dirty, and the writes that make them so.
 
-use crate::chance::Chance;
 use crate::joint::locate;
 use martlet_ram::{RegionIndex, Run, RunKind};
+use martlet_simulation::Chance;
 use martlet_transport::rdma::PageSpan;
 use martlet_units::PAGE_SIZE;
 use martlet_verbs_model::{Memory, Side};

@@ -3,6 +3,7 @@
 
 use crate::checker::Checker;
 use martlet_ram::RegionIndex;
+use martlet_simulation::Agenda;
 use martlet_transport::rdma::{
     Destination, DestinationAction, DestinationConfig, Drain, LayoutError, LocalKey,
     MARKER_RECEIVES, PageSpan, Post, QueueIndex, Registered, RemoteKey, Source, SourceAction,
@@ -13,8 +14,7 @@ use martlet_verbs_model::{
     Access, Key, Memory, Network, Operation, PairId, PostError, Request, Side, Status,
 };
 use martlet_wire::rdma::{RDMA_HEADER_BYTES, RdmaHeader, RdmaMessage};
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// What is around the NICs.
@@ -77,8 +77,7 @@ pub struct Joint<M: Memory> {
     config: JointConfig,
     pairs: Vec<PairId>,
     now: Instant,
-    order: u64,
-    events: BinaryHeap<Reverse<(Instant, u64, Event)>>,
+    events: Agenda<Instant, Event>,
     threads: [Vec<Instant>; 2],
     keys: [BTreeMap<UnitIndex, Key>; 2],
     zero_lists: VecDeque<(u64, Vec<PageSpan>)>,
@@ -110,8 +109,7 @@ impl<M: Memory> Joint<M> {
             config,
             pairs: Vec::new(),
             now,
-            order: 0,
-            events: BinaryHeap::new(),
+            events: Agenda::default(),
             threads: [(); 2].map(|()| vec![now; config.registering_threads]),
             keys: [BTreeMap::new(), BTreeMap::new()],
             zero_lists: VecDeque::new(),
@@ -209,7 +207,7 @@ impl<M: Memory> Joint<M> {
 
     /// When something happens next, the machines' deadlines included.
     pub fn next_event(&self) -> Option<Instant> {
-        let own = self.events.peek().map(|Reverse((at, ..))| *at);
+        let own = self.events.next_at();
         let timeouts = [self.source.poll_timeout(), self.destination.poll_timeout()];
         [own, self.net.next_event()].into_iter().chain(timeouts).flatten().min()
     }
@@ -224,8 +222,7 @@ impl<M: Memory> Joint<M> {
         self.now = self.now.max(to);
         self.net.advance(self.now, &mut self.memory);
         self.take_completions();
-        while self.events.peek().is_some_and(|Reverse((at, ..))| *at <= self.now) {
-            let Some(Reverse((_, _, event))) = self.events.pop() else { break };
+        while let Some((_, event)) = self.events.take_due(self.now) {
             self.on_event(event);
         }
         if self.source.poll_timeout().is_some_and(|at| at <= self.now) {
@@ -237,8 +234,7 @@ impl<M: Memory> Joint<M> {
     }
 
     fn schedule(&mut self, at: Instant, event: Event) {
-        self.order += 1;
-        self.events.push(Reverse((at, self.order, event)));
+        self.events.put(at, event);
     }
 
     /// Polls all queues of both sides.

@@ -7,7 +7,6 @@
 //!   used to work, as it works with many writes in flight, and as martlet does it.
 #![forbid(unsafe_code)]
 
-mod chance;
 mod checker;
 mod guest;
 mod joint;

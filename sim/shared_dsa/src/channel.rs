@@ -161,7 +161,7 @@ impl Host {
     fn draw_packet(&mut self, at: usize) {
         let zero_percent = u64::from(self.cell.zero_percent);
         let runs = PACKET_PAGES / RUN_PAGES;
-        let zero = (0..runs).filter(|_| self.rng.below(100) < zero_percent).count();
+        let zero = (0..runs).filter(|_| self.chance.below(100) < zero_percent).count();
         let channel = &mut self.channels[at];
         channel.packets = channel.packets.wrapping_add(1);
         channel.has_paused = false;

@@ -1,7 +1,7 @@
 //! A host on which many guests migrate at once.
 
 use crate::channel::{Channel, Packet, Phase};
-use crate::clock::{Ps, Queue, Rng, float, ps};
+use crate::clock::{Ps, float, ps};
 use crate::constants::{
     CPU_DATA_PAGE, CPU_ZERO_PAGE, DATA_PAGE_READ_BYTES, ENQCMD, HOST_THREADS, MEMORY_BYTES_PER_SEC,
     PACKET_PAGES, PAGE_BYTES,
@@ -9,6 +9,7 @@ use crate::constants::{
 use crate::device::{DeviceTimes, SharedDevice};
 use crate::sharing::Sharing;
 use martlet_policy::admission::{Admission, AdmissionConfig, DeviceProfile, OffloadPolicy};
+use martlet_simulation::{Agenda, Chance};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 
@@ -72,7 +73,7 @@ pub(crate) struct Vm {
 pub(crate) struct Host {
     pub(crate) cell: Cell,
     pub(crate) now: Ps,
-    pub(crate) events: Queue<Event>,
+    pub(crate) events: Agenda<Ps, Event>,
     /// Threads that compute, and threads that check pages: the latter wait for memory as well.
     pub(crate) compute: Sharing,
     pub(crate) scan: Sharing,
@@ -86,7 +87,7 @@ pub(crate) struct Host {
     pub(crate) channels: Vec<Channel>,
     pub(crate) vms: Vec<Vm>,
     pub(crate) others: Vec<u64>,
-    pub(crate) rng: Rng,
+    pub(crate) chance: Chance,
     pub(crate) tally: Tally,
     /// How much of a processor a thread gets.
     core: f64,
@@ -124,10 +125,10 @@ impl Host {
         let channel = |vm: usize, n: u32| Channel::new(vm, n, cell.policy);
         let channels: Vec<Channel> =
             (0..vms.len()).flat_map(|vm| (0..cell.channels).map(move |n| channel(vm, n))).collect();
-        let mut rng = Rng::new(cell.seed);
-        let mut events = Queue::new();
+        let mut chance = Chance::new(cell.seed);
+        let mut events = Agenda::default();
         for index in 0..channels.len() {
-            events.put(rng.below(START_SPREAD_PS), Event::Awake(index));
+            events.put(chance.below(START_SPREAD_PS), Event::Awake(index));
         }
         Host {
             cell,
@@ -143,7 +144,7 @@ impl Host {
             channels,
             vms,
             others: vec![0; devices],
-            rng,
+            chance,
             tally: Tally::default(),
             core: 1.0,
         }
@@ -156,7 +157,7 @@ impl Host {
     /// Until so many batches were checked.
     fn run(&mut self, batches: u64) {
         while self.tally.batches < batches {
-            let next = [self.events.next(), self.compute.next(), self.scan.next()];
+            let next = [self.events.next_at(), self.compute.next(), self.scan.next()];
             let devices = self.devices.iter().map(SharedDevice::next);
             let next = next.into_iter().chain(devices).flatten().min();
             self.pass_to(next.expect("channels never end"));
@@ -180,7 +181,7 @@ impl Host {
 
     /// Everything that is due now.
     fn happen(&mut self) {
-        while self.events.next().is_some_and(|at| at <= self.now) {
+        while self.events.next_at().is_some_and(|at| at <= self.now) {
             let Some((_, event)) = self.events.take() else { break };
             match event {
                 Event::Awake(channel) => self.awake(channel),
@@ -233,7 +234,7 @@ impl Host {
         if count == 0 {
             return;
         }
-        let chosen = index(self.rng.below(count));
+        let chosen = index(self.chance.below(count));
         let channel = self.spinning[device].swap_remove(chosen);
         self.accepted_after_spin(channel, device);
     }

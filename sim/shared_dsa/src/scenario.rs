@@ -4,7 +4,7 @@
 //! An eighth of the guest is run and the times are taken eightfold: after a few packets nothing
 //! changes any more.
 
-use crate::clock::{Ps, Queue, ps, times};
+use crate::clock::{Ps, ps, times};
 use crate::constants::{
     BLACKOUT_FIXED, BLACKOUT_PAGES, CPU_ZERO_PAGE, DESCRIPTOR_PAGE, ENQCMD, MARTLET_WALK_PAGE,
     PACKET_PAGES, PATH_PAGE, RANGE_PAGE, SEND_AFTER_CHECK_PAGE, SEND_PAGE, SERIES_CHANNELS,
@@ -17,6 +17,7 @@ use martlet_policy::admission::{
     Admission, AdmissionConfig, Decision, DeviceProfile, Grant, Latency, OffloadPolicy, Outcome,
     Part, Request,
 };
+use martlet_simulation::Agenda;
 use martlet_units::Instant;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -129,7 +130,7 @@ struct World {
     sent_pages: u32,
     use_ranges: bool,
     now: Ps,
-    events: Queue<Event>,
+    events: Agenda<Ps, Event>,
     device: SharedDevice,
     times: DeviceTimes,
     admission: Admission,
@@ -182,7 +183,7 @@ impl World {
             sent_pages: sent_pages * PACKET_PAGES / (PACKET_PAGES - index32(untouched)),
             use_ranges: plan.ranges && sent_pages == 0,
             now: 0,
-            events: Queue::new(),
+            events: Agenda::default(),
             device: SharedDevice::new(),
             times: DeviceTimes::sapphire_rapids(),
             admission: Admission::new(config, &[DeviceProfile::default()]),
@@ -209,7 +210,7 @@ impl World {
 
     fn next_event(&mut self) -> Option<(Ps, Event)> {
         loop {
-            match (self.events.next(), self.device.next()) {
+            match (self.events.next_at(), self.device.next()) {
                 (event, Some(device)) if event.is_none_or(|event| device < event) => {
                     while let Some(batch) = self.device.take_done(device) {
                         let lane = usize::try_from(batch >> 32).unwrap_or(0);

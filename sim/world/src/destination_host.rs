@@ -48,12 +48,12 @@ pub(crate) enum DestinationWork {
 
 impl DestinationHost {
     /// A process that just started.
-    pub(crate) fn new(rng: &mut crate::Rng) -> DestinationHost {
+    pub(crate) fn new(chance: &mut martlet_simulation::Chance) -> DestinationHost {
         DestinationHost {
             alive: true,
             machine: None,
             protocol: None,
-            ledger: Some(Ledger::new(InstanceId(rng.name()))),
+            ledger: Some(Ledger::new(InstanceId(chance.name()))),
             token: [0; 16],
             accepting: false,
             channels: Vec::new(),
@@ -64,7 +64,11 @@ impl DestinationHost {
     }
 
     /// A control connection came. `false` if another attempt is under way, or a guest is here.
-    pub(crate) fn try_begin(&mut self, now: Instant, rng: &mut crate::Rng) -> bool {
+    pub(crate) fn try_begin(
+        &mut self,
+        now: Instant,
+        chance: &mut martlet_simulation::Chance,
+    ) -> bool {
         if let Some(protocol) = self.protocol.take_if(|protocol| protocol.phase().is_over()) {
             self.ledger = Some(protocol.into_ledger());
         }
@@ -73,7 +77,7 @@ impl DestinationHost {
             return false;
         }
         let Some(ledger) = self.ledger.take() else { return false };
-        self.token = rng.name();
+        self.token = chance.name();
         let config = DestinationConfig { token: self.token, boot_id: [2; 16] };
         self.protocol = Some(Destination::new(now, config, ledger));
         self.accepting = false;
@@ -105,12 +109,12 @@ impl DestinationHost {
         usize::from(self.alive && self.machine.as_ref().is_some_and(holds))
     }
 
-    pub(crate) fn run_guest(&mut self, rng: &mut crate::Rng) {
+    pub(crate) fn run_guest(&mut self, chance: &mut martlet_simulation::Chance) {
         if let Some(machine) = &mut self.machine
             && self.alive
             && machine.runs()
         {
-            machine.run(rng, None);
+            machine.run(chance, None);
         }
     }
 
@@ -209,7 +213,7 @@ impl World {
     }
 
     fn destination_works(&mut self, micros: u64, work: DestinationWork) {
-        let time = Duration::from_nanos(self.rng.between(micros * 200, micros * 2_000));
+        let time = Duration::from_nanos(self.chance.between(micros * 200, micros * 2_000));
         self.queue.put_after(time, Event::Destination { attempt: self.attempt, work });
     }
 

@@ -1,8 +1,8 @@
 //! The guest: pages whose content is the number of the write that made it, and what tracks them.
 
-use crate::rng::Rng;
 use martlet_bitmap::PageBitmap;
 use martlet_protocol::RunPermit;
+use martlet_simulation::Chance;
 
 /// Pages of a chunk: what goes to a channel together, always to the same one.
 pub(crate) const CHUNK_PAGES: u64 = 4;
@@ -37,12 +37,13 @@ impl Machine {
     }
 
     /// The guest runs a little: writes some pages, most of them from a small working set.
-    pub(crate) fn run(&mut self, rng: &mut Rng, tracker: Option<&mut Tracker>) {
+    pub(crate) fn run(&mut self, chance: &mut Chance, tracker: Option<&mut Tracker>) {
         assert!(self.runs(), "whoever runs a guest holds its permit");
         let mut tracker = tracker;
-        for _ in 0..rng.below(4) {
-            let range = if rng.once_in(4) { self.memory.len() } else { self.memory.len().min(6) };
-            let page = rng.index(range);
+        for _ in 0..chance.below(4) {
+            let range =
+                if chance.once_in(4) { self.memory.len() } else { self.memory.len().min(6) };
+            let page = chance.index(range);
             self.state += 1;
             self.memory[page] = self.state;
             if let Some(tracker) = &mut tracker {

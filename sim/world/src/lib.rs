@@ -16,7 +16,7 @@
 //!
 //! # Where what is
 //!
-//! `rng`, `queue` and `trace` are the ground; `link` and `guest` the parts; `source_host` and
+//! `queue` and `trace` are the ground; `link` and `guest` the parts; `source_host` and
 //! `destination_host` carry out the machines' actions as the engine does; `checker` looks on;
 //! `scenario` says what is to happen and `world` makes it happen. Models of devices and of RDMA
 //! join as further hosts' parts with events of their own.
@@ -26,7 +26,6 @@ mod destination_host;
 mod guest;
 mod link;
 mod queue;
-mod rng;
 mod scenario;
 mod source_host;
 mod trace;
@@ -34,6 +33,5 @@ mod world;
 
 pub use checker::Violation;
 pub use link::{Cut, LinkId, Side};
-pub use rng::Rng;
 pub use scenario::{Fault, Sabotage, Scenario, When, all_faults};
 pub use world::{Summary, run, run_traced};

@@ -1,8 +1,8 @@
 //! Connections: each direction keeps its order, connections overtake each other, any may break.
 
-use crate::rng::Rng;
 use crate::world::Payload;
 use core::time::Duration;
+use martlet_simulation::Chance;
 use martlet_units::Instant;
 use std::collections::VecDeque;
 
@@ -100,10 +100,10 @@ impl Link {
     }
 
     /// When something sent now arrives; `None` if it is lost.
-    pub(crate) fn send(&mut self, now: Instant, to: Side, rng: &mut Rng) -> Option<Instant> {
-        let jitter = Duration::from_nanos(rng.below(100_000));
+    pub(crate) fn send(&mut self, now: Instant, to: Side, chance: &mut Chance) -> Option<Instant> {
+        let jitter = Duration::from_nanos(chance.below(100_000));
         // Once in a while something waits in a queue for long.
-        let queued = if rng.once_in(60) { rng.below(3_000_000) } else { 0 };
+        let queued = if chance.once_in(60) { chance.below(3_000_000) } else { 0 };
         let latency = self.latency + jitter + Duration::from_nanos(queued);
         let pipe = self.pipe(to);
         if pipe.closed || pipe.silent {

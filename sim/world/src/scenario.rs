@@ -1,8 +1,8 @@
 //! What is to happen in a run: sizes and faults, all of them data.
 
 use crate::link::{Cut, LinkId, Side};
-use crate::rng::Rng;
 use core::time::Duration;
+use martlet_simulation::Chance;
 use martlet_units::Instant;
 
 /// Something that goes wrong, or that an owner wants, at one moment.
@@ -80,14 +80,14 @@ pub(crate) const START: Instant = Instant(1_000_000_000);
 impl Scenario {
     /// A run in which nothing goes wrong.
     pub fn clean(seed: u64) -> Scenario {
-        let mut rng = Rng::new(seed);
+        let mut chance = Chance::new(seed);
         Scenario {
             seed,
-            pages: rng.index(40) + 8,
-            channels: u16::try_from(rng.between(1, 4)).expect("small"),
-            running: !rng.once_in(5),
-            verify: rng.once_in(3),
-            latency: Duration::from_nanos(rng.between(5_000, 200_000)),
+            pages: chance.index(40) + 8,
+            channels: u16::try_from(chance.between(1, 4)).expect("small"),
+            running: !chance.once_in(5),
+            verify: chance.once_in(3),
+            latency: Duration::from_nanos(chance.between(5_000, 200_000)),
             faults: Vec::new(),
             faults_again: Vec::new(),
             sabotage: None,
@@ -98,11 +98,11 @@ impl Scenario {
     /// some more in a second attempt.
     pub fn random(seed: u64) -> Scenario {
         let scenario = Scenario::clean(seed);
-        let mut rng = Rng::new(seed ^ 0x6661_756c_7473);
-        let faults = random_faults(&mut rng, scenario.channels);
-        let again = rng.once_in(3);
+        let mut chance = Chance::new(seed ^ 0x6661_756c_7473);
+        let faults = random_faults(&mut chance, scenario.channels);
+        let again = chance.once_in(3);
         let faults_again =
-            if again { random_faults(&mut rng, scenario.channels) } else { Vec::new() };
+            if again { random_faults(&mut chance, scenario.channels) } else { Vec::new() };
         Scenario { faults, faults_again, ..scenario }
     }
 
@@ -112,56 +112,56 @@ impl Scenario {
     }
 }
 
-fn random_faults(rng: &mut Rng, channels: u16) -> Vec<(When, Fault)> {
-    let count = rng.between(1, 3);
+fn random_faults(chance: &mut Chance, channels: u16) -> Vec<(When, Fault)> {
+    let count = chance.between(1, 3);
     let one = |_| {
-        let fault = random_fault(rng, channels);
+        let fault = random_fault(chance, channels);
         // An attempt has up to a few hundred steps and a few milliseconds; late faults hit the
         // commit and what follows.
-        let when = if rng.coin() {
-            When::Step(rng.below(120))
+        let when = if chance.coin() {
+            When::Step(chance.below(120))
         } else {
-            When::Time(Duration::from_micros(rng.below(6_000)))
+            When::Time(Duration::from_micros(chance.below(6_000)))
         };
         (when, fault)
     };
     (0..count).map(one).collect()
 }
 
-fn random_side(rng: &mut Rng) -> Side {
-    if rng.coin() { Side::Source } else { Side::Destination }
+fn random_side(chance: &mut Chance) -> Side {
+    if chance.coin() { Side::Source } else { Side::Destination }
 }
 
-fn random_link(rng: &mut Rng, channels: u16) -> LinkId {
-    if rng.coin() {
+fn random_link(chance: &mut Chance, channels: u16) -> LinkId {
+    if chance.coin() {
         return LinkId::Control;
     }
-    LinkId::Data(u16::try_from(rng.below(u64::from(channels))).expect("a channel's number"))
+    LinkId::Data(u16::try_from(chance.below(u64::from(channels))).expect("a channel's number"))
 }
 
-fn random_fault(rng: &mut Rng, channels: u16) -> Fault {
-    match rng.below(10) {
+fn random_fault(chance: &mut Chance, channels: u16) -> Fault {
+    match chance.below(10) {
         0..=2 => {
-            let cut = match rng.below(5) {
+            let cut = match chance.below(5) {
                 0 => Cut::Reset { delivered: true },
                 1 => Cut::Reset { delivered: false },
-                2 => Cut::SilentTowards(random_side(rng)),
+                2 => Cut::SilentTowards(random_side(chance)),
                 3 => {
-                    let by = Duration::from_micros(1 << rng.between(8, 24));
-                    Cut::ResetLate { slow: random_side(rng), by }
+                    let by = Duration::from_micros(1 << chance.between(8, 24));
+                    Cut::ResetLate { slow: random_side(chance), by }
                 }
                 _ => Cut::SilentBothWays,
             };
-            Fault::Cut(random_link(rng, channels), cut)
+            Fault::Cut(random_link(chance, channels), cut)
         }
         3..=4 => {
             // From a hiccup to longer than every deadline.
-            let time = Duration::from_micros(1 << rng.between(8, 26));
-            Fault::Stall(random_link(rng, channels), random_side(rng), time)
+            let time = Duration::from_micros(1 << chance.between(8, 26));
+            Fault::Stall(random_link(chance, channels), random_side(chance), time)
         }
-        5..=6 => Fault::Crash { side: random_side(rng), delivered: rng.coin() },
-        7 => Fault::Cancel(random_side(rng)),
-        _ => Fault::Host(random_side(rng)),
+        5..=6 => Fault::Crash { side: random_side(chance), delivered: chance.coin() },
+        7 => Fault::Cancel(random_side(chance)),
+        _ => Fault::Host(random_side(chance)),
     }
 }
 

@@ -91,9 +91,9 @@ impl SourceHost {
         self.protocol.as_ref().map(Source::phase)
     }
 
-    pub(crate) fn run_guest(&mut self, rng: &mut crate::Rng) {
+    pub(crate) fn run_guest(&mut self, chance: &mut martlet_simulation::Chance) {
         if self.alive && self.machine.runs() {
-            self.machine.run(rng, self.tracker.as_mut());
+            self.machine.run(chance, self.tracker.as_mut());
         }
     }
 }
@@ -168,7 +168,7 @@ impl World {
 
     /// Work that takes around this many microseconds.
     fn source_works(&mut self, micros: u64, work: SourceWork) {
-        let time = Duration::from_nanos(self.rng.between(micros * 200, micros * 2_000));
+        let time = Duration::from_nanos(self.chance.between(micros * 200, micros * 2_000));
         self.queue.put_after(time, Event::Source { attempt: self.attempt, work });
     }
 
@@ -221,10 +221,10 @@ impl World {
     /// Mostly the real policy, on what was measured. Chance stops the guest early at times, so that
     /// there are pages left for the last round.
     fn decide(&mut self) -> Result<(Decision, Duration), Violation> {
-        if self.rng.once_in(8) {
+        if self.chance.once_in(8) {
             return Ok((Decision::RehearseAgain, Duration::ZERO));
         }
-        if self.rng.once_in(4) {
+        if self.chance.once_in(4) {
             return Ok((Decision::Switchover, Duration::ZERO));
         }
         let now = self.queue.now();
@@ -286,7 +286,7 @@ impl World {
         let pages: Vec<(usize, u64)> = taken.iter().map(read).collect();
         self.source.round_sent.0 += pages.len() as u64;
         if rearm_late {
-            self.source.run_guest(&mut self.rng);
+            self.source.run_guest(&mut self.chance);
             for page in taken {
                 if let Some(tracker) = &mut self.source.tracker {
                     tracker.rearm(page);
@@ -317,7 +317,7 @@ impl World {
         if core::mem::take(&mut self.source.fails) {
             let reason = "a vCPU does not stop".to_owned();
             self.tell_source(SourceEvent::HostFailed { reason })?;
-            if self.rng.coin() {
+            if self.chance.coin() {
                 // It was the pause itself, and the VMM has undone it.
                 return Ok(());
             }
@@ -360,7 +360,7 @@ impl World {
             }
             SourceOutcome::Undecided { .. } => {
                 if self.source.outcome.is_none() {
-                    let wait = Duration::from_micros(1 << self.rng.between(6, 21));
+                    let wait = Duration::from_micros(1 << self.chance.between(6, 21));
                     self.queue.put_after(wait, Event::Ask { attempt: self.attempt });
                 }
                 if self.scenario.sabotage == Some(Sabotage::ResumeWhenUndecided) {

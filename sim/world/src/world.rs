@@ -4,12 +4,12 @@ use crate::checker::{Checker, Violation, ensure};
 use crate::destination_host::{DestinationHost, DestinationWork};
 use crate::link::{Cut, Link, LinkId, Side};
 use crate::queue::Queue;
-use crate::rng::Rng;
 use crate::scenario::{Fault, START, Scenario, When};
 use crate::source_host::{DOWNTIME_LIMIT, SourceHost, SourceWork};
 use crate::trace::Trace;
 use core::time::Duration;
 use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
+use martlet_simulation::Chance;
 use martlet_units::Instant;
 use martlet_wire::control::{Answer, Control, Fate, MigrationId, Setup, WireRange};
 use martlet_wire::frame;
@@ -82,7 +82,7 @@ pub(crate) enum Event {
 /// Everything there is.
 pub(crate) struct World {
     pub(crate) scenario: Scenario,
-    pub(crate) rng: Rng,
+    pub(crate) chance: Chance,
     pub(crate) queue: Queue<Event>,
     pub(crate) trace: Trace,
     pub(crate) checker: Checker,
@@ -144,14 +144,14 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Control, Violation> {
 
 impl World {
     fn new(scenario: Scenario, keep_trace: bool) -> World {
-        let mut rng = Rng::new(scenario.seed ^ 0x0077_6f72_6c64);
+        let mut chance = Chance::new(scenario.seed ^ 0x0077_6f72_6c64);
         let link = || Link::new(START, scenario.latency);
         World {
             queue: Queue::new(START),
             trace: Trace::new(keep_trace),
             checker: Checker::default(),
             source: SourceHost::new(scenario.pages, scenario.running),
-            destination: DestinationHost::new(&mut rng),
+            destination: DestinationHost::new(&mut chance),
             attempt: 0,
             migration: MigrationId([0; 16]),
             control: link(),
@@ -159,7 +159,7 @@ impl World {
             faults: Vec::new(),
             began: (START, 0),
             steps: 0,
-            rng,
+            chance,
             scenario,
         }
     }
@@ -167,7 +167,7 @@ impl World {
     fn play(&mut self) -> Result<Summary, Violation> {
         // The guest has a past.
         for _ in 0..50 {
-            self.source.run_guest(&mut self.rng);
+            self.source.run_guest(&mut self.chance);
         }
         let faults = core::mem::take(&mut self.scenario.faults);
         self.attempt_with(faults)?;
@@ -216,12 +216,12 @@ impl World {
     /// Connects the source to the destination. `false` if that does not take it in now.
     fn try_attempt(&mut self) -> Result<bool, Violation> {
         let now = self.queue.now();
-        if !self.destination.try_begin(now, &mut self.rng) {
+        if !self.destination.try_begin(now, &mut self.chance) {
             return Ok(false);
         }
         self.attempt += 1;
         self.trace.line(now, format_args!("attempt {}", self.attempt));
-        self.migration = MigrationId(self.rng.name());
+        self.migration = MigrationId(self.chance.name());
         let latency = self.scenario.latency;
         self.control = Link::new(now, latency);
         self.data = (0..self.scenario.channels).map(|_| Link::new(now, latency)).collect();
@@ -262,8 +262,8 @@ impl World {
 
     fn step(&mut self) -> Result<(), Violation> {
         self.strike()?;
-        self.source.run_guest(&mut self.rng);
-        self.destination.run_guest(&mut self.rng);
+        self.source.run_guest(&mut self.chance);
+        self.destination.run_guest(&mut self.chance);
         let Some(event) = self.queue.take() else {
             return ensure(self.attempt_over(), || {
                 let (source, destination) = (self.source.phase(), self.destination.phase());
@@ -355,7 +355,7 @@ impl World {
             LinkId::Control => Some(&mut self.control),
             LinkId::Data(channel) => self.data.get_mut(usize::from(channel)),
         };
-        if let Some(at) = link.and_then(|link| link.send(now, to, &mut self.rng)) {
+        if let Some(at) = link.and_then(|link| link.send(now, to, &mut self.chance)) {
             self.queue.put_at(at, Event::Arrive { attempt: self.attempt, link: id, to, payload });
         }
     }
@@ -503,9 +503,9 @@ impl World {
         self.trace.line(now, format_args!("asked: {:?}", answer.fate));
         let knows = answer.fate != Fate::Unknown;
         ensure(knows, || "the destination does not remember the attempt".to_owned())?;
-        let way = Duration::from_nanos(self.rng.between(50_000, 5_000_000));
+        let way = Duration::from_nanos(self.chance.between(50_000, 5_000_000));
         self.queue.put_after(way, Event::Answered { attempt, answer });
-        let pause = Duration::from_micros(1 << self.rng.between(10, 20));
+        let pause = Duration::from_micros(1 << self.chance.between(10, 20));
         self.queue.put_after(pause, Event::Ask { attempt });
         Ok(())
     }
@@ -528,7 +528,7 @@ impl World {
         ensure(!self.destination.alive, || "asked in vain".to_owned())?;
         // The process is gone. The one that listens in its place knows nothing, and says so; that
         // must settle nothing.
-        self.destination = DestinationHost::new(&mut self.rng);
+        self.destination = DestinationHost::new(&mut self.chance);
         let answer = self.destination.answer(self.migration).expect("it lives");
         self.tell_source(SourceEvent::Fate(answer))?;
         ensure(self.source.phase() == Some(SourcePhase::Undecided), || {
@@ -553,7 +553,7 @@ impl World {
         let calm = self.queue.now().after(CALM);
         self.pass_until(calm)?;
         if !self.destination.alive {
-            self.destination = DestinationHost::new(&mut self.rng);
+            self.destination = DestinationHost::new(&mut self.chance);
         }
         Ok(())
     }

@@ -4,7 +4,6 @@
 //! has its effect at the moment of its answer. When that is follows from the doorbell's moment
 //! alone, so a late turn changes nothing but when the driver hears of it.
 
-mod agenda;
 mod answer;
 mod dispatch;
 mod events;
@@ -20,7 +19,6 @@ use crate::faults::{Fault, Faults, Point};
 use crate::latency::{Class, Latency};
 use crate::nic::Nic;
 use crate::nic::queue::QueueCounts;
-use agenda::{Agenda, Event};
 use answer::{Answer, Refusal, refuse};
 use events::EventQueues;
 use input::Input;
@@ -28,6 +26,7 @@ use martlet_device_io::BusAddress;
 use martlet_mlx5_abi::event::{EventType, port_change};
 use martlet_mlx5_abi::init_segment::COMMAND_ENTRIES_MAX;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U24, U32};
+use martlet_simulation::{Agenda, Chance};
 use martlet_units::Instant;
 use memory::Umem;
 use std::collections::{BTreeMap, BTreeSet};
@@ -85,6 +84,17 @@ struct Finished {
     first: Option<Instant>,
 }
 
+/// Something that happens by itself.
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    /// The command of a slot is done.
+    Done { slot: u8 },
+    /// The driver is interrupted.
+    Interrupt,
+    /// The link goes up.
+    LinkUp,
+}
+
 /// The firmware of one device.
 pub(crate) struct Firmware {
     config: ModelConfig,
@@ -97,7 +107,7 @@ pub(crate) struct Firmware {
     queue: Option<u64>,
     queue_high: u32,
     slots: Vec<Option<InFlight>>,
-    agenda: Agenda,
+    agenda: Agenda<Instant, Event>,
     /// The exclusive section is free from then on.
     section_free: Instant,
     events: EventQueues,
@@ -113,7 +123,7 @@ pub(crate) struct Firmware {
     tables: BTreeMap<u32, Vec<u32>>,
     table_sizes: BTreeMap<u32, u16>,
     last_object: u32,
-    random: u64,
+    chance: Chance,
     pub(crate) faults: Faults,
     pub(crate) commands: u64,
     pub(crate) failed: u64,
@@ -126,7 +136,7 @@ impl Firmware {
     /// network card's already.
     pub(crate) fn new(mut config: ModelConfig, ready_at: Instant, nic: Arc<Nic>) -> Firmware {
         let faults = std::mem::take(&mut config.faults);
-        let random = config.seed;
+        let chance = Chance::new(config.seed);
         let slots = (0..1_u32 << config.log_command_entries).map(|_| None).collect();
         Firmware {
             config,
@@ -151,7 +161,7 @@ impl Firmware {
             tables: BTreeMap::new(),
             table_sizes: BTreeMap::new(),
             last_object: 0,
-            random,
+            chance,
             faults,
             commands: 0,
             failed: 0,
@@ -174,10 +184,15 @@ impl Firmware {
         self.queue = (low & INTERFACE_BITS == 0).then_some(at);
     }
 
+    /// No command is answered any more.
+    fn forget_commands(&mut self) {
+        self.agenda.retain(|event| !matches!(event, Event::Done { .. }));
+    }
+
     /// As a function-level reset: nothing is left of what a driver did.
     pub(crate) fn reset_function(&mut self) {
         self.queue = None;
-        self.agenda.forget_commands();
+        self.forget_commands();
         self.slots.iter_mut().for_each(|slot| *slot = None);
         self.reset();
         self.function = Function::Off;
@@ -224,7 +239,7 @@ impl Firmware {
         let pages = input.as_ref().map_or(0, |input| self.list_length(input));
         let flight = InFlight { opcode, reply, input, fault, wake: latency.wake };
         if let Some(done) = self.plan(&latency, pages, fault, now) {
-            self.agenda.add(done, Event::Done { slot: crate::num::low8(slot) });
+            self.agenda.put(done, Event::Done { slot: crate::num::low8(slot) });
         }
         if let Some(place) = self.slots.get_mut(index) {
             *place = Some(flight);
@@ -269,14 +284,14 @@ impl Firmware {
             }
             Some(Fault::Hang) => {
                 self.hung_at = Some(now);
-                self.agenda.forget_commands();
+                self.forget_commands();
                 return None;
             }
             Some(Fault::Slow(time)) => busy = time,
             Some(Fault::Late(time)) => late = time,
             Some(Fault::LinkFlap(time)) => {
                 self.set_link(false);
-                self.agenda.add(now.after(time), Event::LinkUp);
+                self.agenda.put(now.after(time), Event::LinkUp);
             }
             Some(Fault::PageRequest(pages)) => self.request_pages(pages),
             _ => {}
@@ -314,7 +329,7 @@ impl Firmware {
                 Some((_, Event::Done { .. })) | None => {}
             }
         }
-        self.agenda.next()
+        self.agenda.next_at()
     }
 
     /// Whether the driver has been interrupted since the last call.
@@ -340,7 +355,7 @@ impl Firmware {
         };
         output.resize(length, 0);
         if flight.fault == Some(Fault::Garbage) {
-            output.iter_mut().skip(8).for_each(|byte| *byte = self.draw());
+            output.iter_mut().skip(8).for_each(|byte| *byte = self.chance.byte());
         }
         let output = (delivery == DeliveryStatus::OK).then_some(output.as_slice());
         let wrong_token = flight.fault == Some(Fault::WrongToken);
@@ -369,7 +384,7 @@ impl Firmware {
             entry.data0 = U32::new(slots);
         });
         if let Some(at) = interrupt_at.filter(|_| armed) {
-            self.agenda.add(at, Event::Interrupt);
+            self.agenda.put(at, Event::Interrupt);
         }
     }
 
@@ -463,13 +478,6 @@ impl Firmware {
                 return *number;
             }
         }
-    }
-
-    /// A random byte (SplitMix64).
-    fn draw(&mut self) -> u8 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        crate::num::low8(crate::num::high32(z))
     }
 }
 
