@@ -2,7 +2,7 @@
 
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -161,7 +161,12 @@ pub enum LoadFor {
     /// itself may be set going, and nothing may be written to guest memory.
     Rehearsal,
     /// The guest stopped and its memory is complete: it starts from this state.
-    Start,
+    Start {
+        /// How the source's `CLOCK_MONOTONIC` differs from this process's: a VMM that notes in its
+        /// state when it read a clock of the guest knows by this how long that stood. `None` if the
+        /// source did not say.
+        source_clock: Option<ClockOffset>,
+    },
 }
 
 /// A machine that waits for a guest.

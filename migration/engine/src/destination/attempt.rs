@@ -165,8 +165,9 @@ impl Attempt {
                 self.barriers = vec![None; usize::from(count)];
                 self.shared.await_channels(count, token);
             }
-            DestinationAction::LoadState { bytes, rehearsal, .. } => {
-                let what_for = if rehearsal { LoadFor::Rehearsal } else { LoadFor::Start };
+            DestinationAction::LoadState { bytes, rehearsal, clock } => {
+                let start = LoadFor::Start { source_clock: clock };
+                let what_for = if rehearsal { LoadFor::Rehearsal } else { start };
                 self.load_state(&bytes, what_for);
             }
             DestinationAction::Arm => self.arm(),

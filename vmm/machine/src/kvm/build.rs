@@ -86,7 +86,8 @@ pub(crate) fn build(
     let cpuid = described.as_ref().map_or(supported, |host| host.cpuid.clone());
     let fds = create_vcpus(&core.fd, &cpuid, options.vcpus)?;
     let first = fds.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
-    let tsc_khz = set_tsc_rate(&core.fd, &fds, described.as_ref().map(|host| host.tsc_khz))?;
+    let wanted_khz = described.as_ref().map(|host| host.tsc_khz);
+    let (tsc_khz, tsc_is_scaled) = set_tsc_rate(&core.fd, &fds, wanted_khz)?;
     let fd_has = |cap: u32| core.fd.check_extension_raw(cap.into()) > 0;
     let common = Arc::new(VcpuCommon {
         ram: Arc::clone(memory.ram()),
@@ -94,6 +95,7 @@ pub(crate) fn build(
         xsave: XsaveSize::from_capability(core.fd.check_extension_raw(KVM_CAP_XSAVE2.into())),
         has_sregs2: fd_has(KVM_CAP_SREGS2),
         tsc_khz,
+        tsc_is_scaled,
         tsc: TscPlan::default(),
         vm_loads: VmLoads::default(),
         is_armed: AtomicBool::new(false),
@@ -202,23 +204,28 @@ fn create_vcpus(
         .collect()
 }
 
-/// Makes the guest's time stamp counters count at the source's rate, and says at which they do.
-fn set_tsc_rate(fd: &VmFd, vcpus: &[VcpuFd], wanted_khz: Option<u32>) -> Result<u32, BackendError> {
+/// Makes the guest's time stamp counters count at the source's rate. Says at which they do, and
+/// whether that is not the host's own.
+fn set_tsc_rate(
+    fd: &VmFd,
+    vcpus: &[VcpuFd],
+    wanted_khz: Option<u32>,
+) -> Result<(u32, bool), BackendError> {
     let first = vcpus.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
     let own_khz = kvm("KVM_GET_TSC_KHZ", first.get_tsc_khz())?;
-    let Some(wanted_khz) = wanted_khz else { return Ok(own_khz) };
+    let Some(wanted_khz) = wanted_khz else { return Ok((own_khz, false)) };
     let apart = u64::from(own_khz.abs_diff(wanted_khz)) * 1_000_000;
     if apart == 0 {
-        return Ok(own_khz);
+        return Ok((own_khz, false));
     }
     if wanted_khz != 0 && fd.check_extension_raw(KVM_CAP_TSC_CONTROL.into()) > 0 {
         for vcpu in vcpus {
             kvm("KVM_SET_TSC_KHZ", vcpu.set_tsc_khz(wanted_khz))?;
         }
-        return Ok(wanted_khz);
+        return Ok((wanted_khz, true));
     }
     if apart <= TSC_TOLERANCE_PPM * u64::from(own_khz) {
-        return Ok(own_khz);
+        return Ok((own_khz, false));
     }
     let reason = format!(
         "the guest's time stamp counter runs at {wanted_khz} kHz, this host's at {own_khz} kHz \

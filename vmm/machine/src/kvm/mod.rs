@@ -8,6 +8,8 @@ pub(crate) mod raw;
 mod saved;
 mod start;
 mod state;
+#[cfg(test)]
+mod tests;
 mod tsc;
 mod vcpu;
 mod vm;

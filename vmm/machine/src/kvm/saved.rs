@@ -262,9 +262,12 @@ pub(super) struct SavedVcpu {
     /// State of a hypervisor inside of the guest, where KVM gives it.
     #[cbor(n(13), with = "minicbor::bytes")]
     pub(super) nested: Option<Vec<u8>>,
-    /// `CLOCK_REALTIME` when `tsc` was read, in nanoseconds.
+    /// `CLOCK_REALTIME` when `tsc` was read, in nanoseconds. Only an older destination looks at it.
     #[n(14)]
     pub(super) realtime_ns: u64,
+    /// `CLOCK_MONOTONIC` at the same moment.
+    #[n(15)]
+    pub(super) monotonic_ns: Option<u64>,
 }
 
 mirror!(
@@ -316,12 +319,15 @@ pub(super) struct SavedClock {
     /// Nanoseconds of kvmclock.
     #[n(0)]
     pub(super) clock_ns: u64,
-    /// `CLOCK_REALTIME` at the same moment.
+    /// `CLOCK_REALTIME` at the same moment. Only an older destination looks at it.
     #[n(1)]
     pub(super) realtime_ns: u64,
     /// The host's TSC at the same moment, where KVM read all three together.
     #[n(2)]
     pub(super) host_tsc: Option<u64>,
+    /// `CLOCK_MONOTONIC` at the same moment.
+    #[n(3)]
+    pub(super) monotonic_ns: Option<u64>,
 }
 
 /// What vCPUs share.

@@ -8,6 +8,7 @@ use crate::clock;
 use crate::vcpu::backend::BackendError;
 use kvm_bindings::{kvm_lapic_state, kvm_mp_state, kvm_sregs, kvm_sregs2, kvm_xcr, kvm_xcrs};
 use kvm_ioctls::VcpuFd;
+use martlet_units::Instant;
 use std::io;
 
 /// `struct kvm_lapic_state`.
@@ -41,7 +42,7 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
     let used = xcrs.xcrs.iter().take(xcrs.nr_xcrs as usize);
     let xcrs = used.map(|xcr| SavedNumbered { index: xcr.xcr, value: xcr.value }).collect();
     let apart = msrs::read(fd, &[MSR_IA32_TSC, MSR_IA32_TSC_DEADLINE])?;
-    let realtime_ns = clock::realtime_ns();
+    let (monotonic_ns, realtime_ns) = (Some(clock::now().0), clock::realtime_ns());
     let value = |place: usize| apart.get(place).map_or(0, |msr| msr.value);
     Ok(SavedVcpu {
         regs: (&regs).into(),
@@ -60,6 +61,7 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
         // Some kernels name the capability and then give nothing.
         nested: common.has_nested_state.then(|| raw::get_nested_state(fd).ok()).flatten(),
         realtime_ns,
+        monotonic_ns,
     })
 }
 
@@ -232,9 +234,8 @@ fn set_tsc(fd: &VcpuFd, common: &VcpuCommon, saved: &SavedVcpu) -> Result<(), Ba
     let offset = saved.tsc_offset.and_then(|offset| common.tsc.destination_offset(offset));
     let is_set = offset.is_some_and(|offset| raw::set_tsc_offset(fd, offset).is_ok());
     if !is_set {
-        let elapsed_ns = common.tsc.elapsed_ns(saved.realtime_ns, clock::realtime_ns());
-        let cycles = u128::from(elapsed_ns) * u128::from(common.tsc_khz) / 1_000_000;
-        let value = saved.tsc.wrapping_add(u64::try_from(cycles).unwrap_or(0));
+        let saved_at = saved.monotonic_ns.map(Instant);
+        let value = common.tsc.advance(saved.tsc, saved_at, common.tsc_khz)?;
         msrs::write(fd, &[SavedNumbered { index: MSR_IA32_TSC, value }])?;
     }
     // Also if it is 0: an earlier rehearsal may have armed it.

@@ -32,6 +32,8 @@ pub(super) struct VcpuCommon {
     pub(super) xsave: XsaveSize,
     pub(super) has_sregs2: bool,
     pub(super) tsc_khz: u32,
+    /// The host's counter counts at another rate: the two differ by more than an offset.
+    pub(super) tsc_is_scaled: bool,
     pub(super) tsc: TscPlan,
     pub(super) has_nested_state: bool,
     pub(super) has_pre_fault: bool,

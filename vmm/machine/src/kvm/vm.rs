@@ -2,7 +2,7 @@
 
 use super::raw;
 use super::saved::{SavedClock, SavedHost, SavedIoapic, SavedPit, SavedVm, decode, encode};
-use super::tsc::{Moment, elapsed_ns};
+use super::tsc::{self, Moment};
 use super::vcpu::VcpuCommon;
 use super::warm::WarmUp;
 use crate::Accel;
@@ -12,15 +12,17 @@ use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, VmBackend};
 use crate::vcpu::lock;
 use kvm_bindings::{
-    KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
-    KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip, kvm_pic_state, kvm_pit_state2,
+    KVM_CLOCK_HOST_TSC, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
+    kvm_clock_data, kvm_irqchip, kvm_pic_state, kvm_pit_state2,
 };
 use kvm_ioctls::VmFd;
 use martlet_engine::LoadFor;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
+use martlet_units::{ClockOffset, Instant};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// The VM and the memory that its slots point to.
 pub(crate) struct KvmCore {
@@ -63,6 +65,26 @@ impl KvmCore {
     }
 }
 
+/// A reading of kvmclock that takes longer may be off by more than a clock should.
+const CLOCK_READING: Duration = Duration::from_micros(20);
+/// Then it is read again, up to this often.
+const CLOCK_READINGS_MAX: u32 = 3;
+
+/// kvmclock and the host's clocks at one moment.
+struct ClockReading {
+    clock_ns: u64,
+    host_tsc: Option<u64>,
+    at: Instant,
+    /// `at` may be off by half of this.
+    took: Duration,
+}
+
+impl ClockReading {
+    fn moment(&self) -> Option<Moment> {
+        self.host_tsc.map(|host_tsc| Moment { host_tsc, at: self.at })
+    }
+}
+
 /// How this VM's dirty pages are found; fixed when it is made.
 pub(super) enum Tracker {
     Log,
@@ -96,21 +118,40 @@ impl KvmVm {
         Ok(chip)
     }
 
-    fn get_clock(&self) -> Result<(kvm_clock_data, Option<Moment>), BackendError> {
-        let data = kvm("KVM_GET_CLOCK", self.core.fd.get_clock())?;
-        let both = KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
-        let moment = (data.flags & both == both)
-            .then_some(Moment { host_tsc: data.host_tsc, realtime_ns: data.realtime });
-        Ok((data, moment))
+    /// Reads kvmclock and when that was.
+    fn get_clock(&self) -> Result<ClockReading, BackendError> {
+        let mut best = self.get_clock_once()?;
+        for _ in 1..CLOCK_READINGS_MAX {
+            if best.took <= CLOCK_READING {
+                break;
+            }
+            // The thread lost its processor in between.
+            let next = self.get_clock_once()?;
+            if next.took < best.took {
+                best = next;
+            }
+        }
+        Ok(best)
     }
 
-    fn load_all(&self, state: &[u8]) -> Result<(), BackendError> {
+    fn get_clock_once(&self) -> Result<ClockReading, BackendError> {
+        let before = clock::now();
+        let data = kvm("KVM_GET_CLOCK", self.core.fd.get_clock())?;
+        let took = clock::now().since(before);
+        let is_known = data.flags & KVM_CLOCK_HOST_TSC != 0 && !self.common.tsc_is_scaled;
+        let host_tsc = is_known.then_some(data.host_tsc);
+        Ok(ClockReading { clock_ns: data.clock, host_tsc, at: before.after(took / 2), took })
+    }
+
+    fn load_all(&self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError> {
         let saved: SavedVm = decode(state).map_err(BackendError::state)?;
         let mut last = lock(&self.loaded);
         // Taken out: after an error nothing is known.
         let before = last.take();
         self.load_chips(&saved, before.as_ref())?;
-        self.set_clock(&saved.clock)?;
+        if let LoadFor::Start { source_clock } = what_for {
+            self.set_clock(&saved.clock, source_clock)?;
+        }
         *last = Some(saved);
         Ok(())
     }
@@ -135,13 +176,20 @@ impl KvmVm {
     }
 
     /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
-    fn set_clock(&self, saved: &SavedClock) -> Result<(), BackendError> {
-        let (_, here) = self.get_clock()?;
-        let source =
-            saved.host_tsc.map(|host_tsc| Moment { host_tsc, realtime_ns: saved.realtime_ns });
-        self.common.tsc.plan(source, here, self.common.tsc_khz);
-        let elapsed = elapsed_ns(saved.realtime_ns, clock::realtime_ns());
-        let clock = saved.clock_ns.wrapping_add(elapsed);
+    fn set_clock(
+        &self,
+        saved: &SavedClock,
+        source: Option<ClockOffset>,
+    ) -> Result<(), BackendError> {
+        let here = self.get_clock()?.moment();
+        let saved_at = saved.monotonic_ns.map(Instant);
+        let then = saved.host_tsc.zip(saved_at).map(|(host_tsc, at)| Moment { host_tsc, at });
+        self.common.tsc.plan(then, here, source, self.common.tsc_khz)?;
+        if saved_at.zip(source).is_none() {
+            tracing::warn!("how long the guest stood is not known: its clocks stood as well");
+        }
+        let stood = tsc::stood(saved_at, source, clock::now())?;
+        let clock = saved.clock_ns.wrapping_add(u64::try_from(stood.as_nanos()).unwrap_or(0));
         let data = kvm_clock_data { clock, ..Default::default() };
         kvm("KVM_SET_CLOCK", self.core.fd.set_clock(&data))
     }
@@ -169,8 +217,7 @@ impl VmBackend for KvmVm {
     }
 
     fn save(&self) -> Result<Vec<u8>, BackendError> {
-        let (clock, moment) = self.get_clock()?;
-        let realtime_ns = moment.map_or_else(clock::realtime_ns, |moment| moment.realtime_ns);
+        let (clock, realtime_ns) = (self.get_clock()?, clock::realtime_ns());
         let pit = kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?;
         let saved = SavedVm {
             pic_master: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_MASTER)?)).into(),
@@ -178,9 +225,10 @@ impl VmBackend for KvmVm {
             ioapic: ioapic(&self.get_chip(KVM_IRQCHIP_IOAPIC)?),
             pit: SavedPit { channels: pit.channels.each_ref().map(Into::into), flags: pit.flags },
             clock: SavedClock {
-                clock_ns: clock.clock,
+                clock_ns: clock.clock_ns,
                 realtime_ns,
-                host_tsc: moment.map(|moment| moment.host_tsc),
+                host_tsc: clock.host_tsc,
+                monotonic_ns: Some(clock.at.0),
             },
         };
         Ok(encode(&saved))
@@ -190,8 +238,8 @@ impl VmBackend for KvmVm {
         self.common.vm_loads.begin();
     }
 
-    fn load(&self, state: &[u8], _: LoadFor) -> Result<(), BackendError> {
-        let loaded = self.load_all(state);
+    fn load(&self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError> {
+        let loaded = self.load_all(state, what_for);
         self.common.vm_loads.end();
         loaded
     }

@@ -45,7 +45,7 @@ fn hostile_states_are_refused_or_loaded_but_never_break_the_machine() {
     let mut chance = Chance(0x9e37_79b9_7f4a_7c15);
     let mut refused = 0;
     for number in 0..600 {
-        let what_for = if number % 2 == 0 { LoadFor::Rehearsal } else { LoadFor::Start };
+        let what_for = if number % 2 == 0 { LoadFor::Rehearsal } else { START_HERE };
         refused += u32::from(target.load_state(&chance.damage(&good), what_for).is_err());
     }
     eprintln!("{refused} of 600 damaged states were refused");

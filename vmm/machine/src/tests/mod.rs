@@ -11,7 +11,7 @@ mod tracking;
 
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
 use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, SourceVmm};
-use martlet_units::{ByteCount, Gpa, PAGE_SIZE};
+use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,12 @@ const PAGE_BYTES: usize = 4096;
 /// How long anything may take on a busy host.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// What a state is loaded for at the end of a move within one host.
+pub(crate) const START_HERE: LoadFor =
+    LoadFor::Start { source_clock: Some(ClockOffset::ONE_CLOCK) };
+
 /// Whether these tests can run; says so if not.
-fn has_kvm() -> bool {
+pub(crate) fn has_kvm() -> bool {
     match kvm_is_usable() {
         Ok(()) => true,
         Err(error) => {
@@ -32,7 +36,7 @@ fn has_kvm() -> bool {
     }
 }
 
-fn program(text: &str, memory_mib: u64, vcpus: u16) -> MachineConfig {
+pub(crate) fn program(text: &str, memory_mib: u64, vcpus: u16) -> MachineConfig {
     MachineConfig {
         memory: ByteCount(memory_mib << 20),
         vcpus,
@@ -43,7 +47,7 @@ fn program(text: &str, memory_mib: u64, vcpus: u16) -> MachineConfig {
     }
 }
 
-fn running(config: &MachineConfig) -> Arc<Machine> {
+pub(crate) fn running(config: &MachineConfig) -> Arc<Machine> {
     let machine = Machine::new(config).expect("a machine");
     machine.continue_by_owner().expect("a new guest starts");
     machine
@@ -86,7 +90,10 @@ fn assert_sound(machine: &Machine) {
 }
 
 /// Builds a destination for `source`'s guest.
-fn destination(factory: &dyn DestinationFactory, source: &Machine) -> Arc<dyn DestinationVmm> {
+pub(crate) fn destination(
+    factory: &dyn DestinationFactory,
+    source: &Machine,
+) -> Arc<dyn DestinationVmm> {
     let layout = source.guest_ram().layout();
     factory.build(&source.machine_description(), &layout).expect("a destination")
 }

@@ -21,7 +21,7 @@ pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine>
     let state = source.take_state().unwrap();
     let target_ram = destination.ram();
     copy_ram(source, &target_ram);
-    destination.load_state(&state, LoadFor::Start).unwrap();
+    destination.load_state(&state, START_HERE).unwrap();
     assert!(factory.machine().is_none());
     assert_eq!(destination.first_heartbeat(), None);
     destination.start(paused.permit, paused.was);
@@ -152,7 +152,7 @@ fn the_way_into_the_guest_is_short() {
         let saved = begin.elapsed();
         copy_ram(&machine, &destination.ram());
         let copied = Instant::now();
-        let entered = destination.load_state(&state, LoadFor::Start).unwrap();
+        let entered = destination.load_state(&state, START_HERE).unwrap();
         let loaded = copied.elapsed();
         let started_at = crate::clock::now();
         assert_eq!(paused.was, RunState::Running);

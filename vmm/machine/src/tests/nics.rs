@@ -133,7 +133,7 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     source.begin_pause();
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
-    target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
+    target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
     target.start(paused.permit, paused.was);
     assert_eq!(target.first_frames(), [None, None]);
     target.resume_devices().unwrap();
@@ -171,7 +171,7 @@ fn an_abandoned_attempt_leaves_frames_flowing_and_devices_as_new() {
         source.wait_suspended().unwrap();
         source.begin_pause();
         let paused = source.wait_paused().unwrap();
-        target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
+        target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
         drop(target);
         source.resume(paused.permit, paused.was);
         drop(tracker);
@@ -221,7 +221,7 @@ fn a_device_that_does_not_go_on_is_told_and_the_guest_runs() {
     source.begin_pause();
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
-    target.load_state(&source.take_state().unwrap(), LoadFor::Start).unwrap();
+    target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
     target.start(paused.permit, paused.was);
     let error = target.resume_devices().unwrap_err().to_string();
     let expected = "resume the devices: network card 1: cannot resume queue 3: told to fail";

@@ -5,6 +5,7 @@
 
 use super::saved::SavedVcpu;
 use super::*;
+use crate::tests::START_HERE;
 use crate::vcpu::backend::{Exit, Kicker, Level3Tables, Start};
 use martlet_guest_program::{
     BEAT, GuestCounters, HEARTBEAT_PORT, Plan, ProgramParams, READY, WRONG_PAGE_PORT, read_counters,
@@ -119,7 +120,7 @@ fn run_until(
     match begin {
         Begin::New(start) => vcpu.set_start(start).unwrap(),
         Begin::Saved(state) => {
-            vcpu.load(state, LoadFor::Start).unwrap();
+            vcpu.load(state, START_HERE).unwrap();
             vcpu.enter_and_leave().unwrap();
         }
     }
@@ -302,7 +303,7 @@ fn ports_are_written_and_read() {
             Exit::Out { port: 0xe9, size: 2, data } => assert_eq!(data, [0xab, 0x33]),
             exit => panic!("{exit:?}"),
         }
-        vcpu.load(&state, LoadFor::Start).unwrap();
+        vcpu.load(&state, START_HERE).unwrap();
     }
 }
 
@@ -390,7 +391,7 @@ fn registers_survive_exits_and_moves() {
     // 1: out 0xe9, al; jmp 1b
     let mut vcpu = code(&ram, &[0xe6, 0xe9, 0xeb, 0xfc]);
     let state = with_noise(&vcpu.save().unwrap());
-    vcpu.load(&state, LoadFor::Start).unwrap();
+    vcpu.load(&state, START_HERE).unwrap();
     for _ in 0..200 {
         assert!(matches!(vcpu.run().unwrap(), Exit::Out { port: 0xe9, .. }));
         // Something that uses vector registers.
@@ -399,7 +400,7 @@ fn registers_survive_exits_and_moves() {
     }
     let saved = vcpu.save().unwrap();
     assert_eq!(without_rip(&saved), without_rip(&state));
-    vcpu.load(&saved, LoadFor::Start).unwrap();
+    vcpu.load(&saved, START_HERE).unwrap();
     assert_eq!(vcpu.save().unwrap(), saved);
 }
 
@@ -481,12 +482,12 @@ mod hostile {
             if !is_x86_feature_detected!("avx") && expected.contains("component") {
                 continue;
             }
-            let error = vcpu.load(&bytes, LoadFor::Start).unwrap_err().to_string();
+            let error = vcpu.load(&bytes, START_HERE).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
             assert_eq!(vcpu.save().unwrap(), before, "{expected}");
         }
         // Flags that a guest may not have are taken off, not refused.
-        vcpu.load(&change(&|s| s.flags = u64::MAX), LoadFor::Start).unwrap();
+        vcpu.load(&change(&|s| s.flags = u64::MAX), START_HERE).unwrap();
         vcpu.enter_and_leave().unwrap();
         assert_eq!(decoded(&vcpu.save().unwrap()).flags, 0xed7);
     }
@@ -512,7 +513,7 @@ mod hostile {
             }
             let ram = memory();
             let mut vcpu = code(&ram, &[0xe6, 0xe9, 0xeb, 0xfc]);
-            if vcpu.load(&bytes, LoadFor::Start).is_ok() {
+            if vcpu.load(&bytes, START_HERE).is_ok() {
                 let _ = vcpu.enter_and_leave();
             }
         }
