@@ -14,7 +14,7 @@ use std::path::Path;
 use zerocopy::IntoBytes;
 
 fn messages() -> Vec<Control> {
-    let state = State { bytes: (0..32).collect(), clock: None };
+    let state = State::new((0..32).collect());
     let migration = MigrationId([1; 16]);
     let instance = InstanceId([3; 16]);
     let regions = vec![
@@ -24,7 +24,12 @@ fn messages() -> Vec<Control> {
     let machine = b"machine".to_vec();
     vec![
         Control::Setup(Setup { migration, regions, machine, channels: 4, boot_id: [2; 16] }),
-        Control::SetupDone(SetupDone { instance, token: [4; 16], boot_id: [2; 16] }),
+        Control::SetupDone(SetupDone {
+            instance,
+            token: [4; 16],
+            boot_id: [2; 16],
+            clock_proof: Some([6; 32]),
+        }),
         Control::ChannelsReady,
         Control::RoundReceived(RoundReceived { round: 7 }),
         Control::Rehearse(state.clone()),

@@ -43,11 +43,13 @@ pub struct Setup {
     /// How many data channels the source will open: 1 to [`CHANNELS_MAX`].
     #[n(3)]
     pub channels: u16,
-    /// Names the source's `CLOCK_MONOTONIC`, by the boot and the time namespace. Equal names mean
-    /// one clock, unless pings say otherwise.
+    /// [`BOOT_ID_UNTOLD`]. A build before [`SetupDone::clock_proof`] named its clock here.
     #[cbor(n(4), with = "minicbor::bytes")]
     pub boot_id: [u8; 16],
 }
+
+/// Names no clock.
+pub const BOOT_ID_UNTOLD: [u8; 16] = [0; 16];
 
 /// Most data channels of a migration.
 pub const CHANNELS_MAX: u16 = 128;
@@ -72,9 +74,13 @@ pub struct SetupDone {
     /// What each data channel must show to be let in; random.
     #[cbor(n(1), with = "minicbor::bytes")]
     pub token: [u8; 16],
-    /// Names the destination's clock in the same way.
+    /// [`BOOT_ID_UNTOLD`], as in [`Setup`].
     #[cbor(n(2), with = "minicbor::bytes")]
     pub boot_id: [u8; 16],
+    /// A keyed hash that a source with the same `CLOCK_MONOTONIC` makes as well, and that tells
+    /// nothing to any other. Equal ones mean one clock, unless pings say otherwise.
+    #[cbor(n(3), with = "minicbor::bytes")]
+    pub clock_proof: Option<[u8; 32]>,
 }
 
 /// Why one side ends an attempt.
@@ -103,10 +109,30 @@ pub struct State {
     /// At most [`STATE_BYTES_MAX`].
     #[cbor(n(0), with = "minicbor::bytes")]
     pub bytes: Vec<u8>,
+    /// The first [`CHECKSUM_BYTES`] of their BLAKE3 hash. Whoever decodes a state compares.
+    #[cbor(n(1), with = "minicbor::bytes")]
+    pub checksum: Option<[u8; CHECKSUM_BYTES]>,
     /// With a final state: how the destination's clock differs, so that the destination knows how
     /// long the guest has been standing.
     #[n(2)]
     pub clock: Option<MeasuredClock>,
+}
+
+/// Bytes of a state's checksum.
+pub const CHECKSUM_BYTES: usize = 16;
+
+impl State {
+    /// A state with its checksum.
+    pub fn new(bytes: Vec<u8>) -> State {
+        let checksum = Some(checksum(&bytes));
+        State { bytes, checksum, clock: None }
+    }
+}
+
+/// The checksum of a state's bytes.
+pub(crate) fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
+    let hash = blake3::hash(bytes);
+    *hash.as_bytes().first_chunk().expect("a hash of 32 bytes")
 }
 
 /// How the destination's clock differs from the source's, as the source measured it.

@@ -2,7 +2,7 @@
 
 use crate::control::{
     Abandon, Alive, CHANNELS_MAX, DEVICES_MAX, MACHINE_BYTES_MAX, MeasuredClock, REASON_BYTES_MAX,
-    REGIONS_MAX, STATE_BYTES_MAX, Setup, WireRange,
+    REGIONS_MAX, STATE_BYTES_MAX, Setup, State, WireRange, checksum,
 };
 use core::time::Duration;
 use martlet_units::{ClockOffset, Gfn, PageCount, PageRange};
@@ -36,6 +36,9 @@ pub enum ValueError {
     /// A saved state above [`STATE_BYTES_MAX`].
     #[error("saved state of {0} bytes, at most {STATE_BYTES_MAX}")]
     State(usize),
+    /// A saved state whose bytes are not those that its checksum was made of.
+    #[error("saved state of {0} bytes that its checksum does not fit: it was damaged on the way")]
+    Damaged(usize),
     /// More devices than [`DEVICES_MAX`].
     #[error("{0} devices, at most {DEVICES_MAX}")]
     Devices(usize),
@@ -97,6 +100,25 @@ impl Setup {
             return Err(ValueError::Machine(self.machine.len()));
         }
         Ok(())
+    }
+}
+
+impl State {
+    pub(crate) fn check(&self) -> Result<(), ValueError> {
+        if self.bytes.len() > STATE_BYTES_MAX {
+            return Err(ValueError::State(self.bytes.len()));
+        }
+        Ok(())
+    }
+
+    /// Behind [`State::check`], for a state that was received.
+    pub(crate) fn check_content(&self) -> Result<(), ValueError> {
+        match self.checksum {
+            Some(told) if told != checksum(&self.bytes) => {
+                Err(ValueError::Damaged(self.bytes.len()))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 }
 

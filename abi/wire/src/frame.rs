@@ -9,9 +9,11 @@
 //!     12     4  reserved  0
 //! ```
 //!
-//! A reader reads the header, has it checked by [`FrameHeader::parse`], allocates the length that
-//! it then knows to be within the kind's limit, reads that, and calls [`Control::decode`].
+//! A reader reads the header, has it checked by [`FrameHeader::parse`] and
+//! [`FrameHeader::for_reader`], allocates the length that it then knows to be within the kind's
+//! limit, reads that, and calls [`Control::decode`].
 
+use crate::cbor;
 use crate::control::{Alive, Control, MACHINE_BYTES_MAX, STATE_BYTES_MAX};
 use crate::control_check::one_line;
 use core::fmt;
@@ -28,13 +30,60 @@ pub const FRAME_MAGIC: [u8; 4] = *b"mCTL";
 pub const FRAME_HEADER_BYTES: usize = 16;
 /// Longest body of a message that carries neither a machine nor a state: room for what a newer
 /// version may add.
-const SMALL_BYTES_MAX: usize = 4096;
+pub const SMALL_BYTES_MAX: usize = 4096;
 /// What a message may have around its one long field.
 const AROUND_BYTES: usize = 16 << 10;
 
 /// Number of a message kind on the wire. Numbers are never used twice.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Kind(pub u16);
+
+/// Who reads a connection: what may come to one of them is nobody else's business.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// The source, on its control connection.
+    Source,
+    /// The destination, on a control connection.
+    Destination,
+    /// Whoever asks, on a query connection.
+    Asker,
+    /// Whoever answers there.
+    Answerer,
+}
+
+impl Kind {
+    /// Whether a reader is ever sent this message.
+    pub const fn goes_to(self, reader: Reader) -> bool {
+        match reader {
+            Reader::Source => matches!(
+                self,
+                Kind::SETUP_DONE
+                    | Kind::CHANNELS_READY
+                    | Kind::ROUND_RECEIVED
+                    | Kind::REHEARSED
+                    | Kind::DIGEST
+                    | Kind::COMMITTED
+                    | Kind::COMMIT_REFUSED
+                    | Kind::ALIVE
+                    | Kind::PONG
+                    | Kind::ABANDON
+            ),
+            Reader::Destination => matches!(
+                self,
+                Kind::SETUP
+                    | Kind::REHEARSE
+                    | Kind::SWITCHOVER_SOON
+                    | Kind::FINAL_STATE
+                    | Kind::ASK_DIGEST
+                    | Kind::COMMIT
+                    | Kind::PING
+                    | Kind::ABANDON
+            ),
+            Reader::Asker => matches!(self, Kind::ANSWER),
+            Reader::Answerer => matches!(self, Kind::QUERY),
+        }
+    }
+}
 
 /// Declares the kinds: number, body limit and payload in one place, and from it the constants,
 /// the names, the limits, the encoder and the decoder, so that none of them can miss a kind.
@@ -156,6 +205,14 @@ pub enum DecodeError {
     /// A message that this version does not have.
     #[error("unknown control message {0}")]
     Kind(Kind),
+    /// A message that is for somebody else.
+    #[error("{kind} is no message for a {reader:?}")]
+    Direction {
+        /// Which message.
+        kind: Kind,
+        /// Who read it.
+        reader: Reader,
+    },
     /// A body longer than its kind allows.
     #[error("{kind} message of {length} bytes, at most {max}")]
     Length {
@@ -174,6 +231,15 @@ pub enum DecodeError {
         /// Where and how.
         #[source]
         source: minicbor::decode::Error,
+    },
+    /// The body is nested too deeply, or not in the form that CBOR has here.
+    #[error("{kind} message is malformed")]
+    Nesting {
+        /// Which message.
+        kind: Kind,
+        /// What.
+        #[source]
+        source: cbor::NestingError,
     },
     /// Bytes are left over behind the body.
     #[error("{kind} message has {bytes} bytes too many")]
@@ -253,6 +319,12 @@ impl FrameHeader {
         Ok(FrameHeader { kind, body_bytes: length })
     }
 
+    /// The same header, if such a message comes to this reader.
+    pub fn for_reader(self, reader: Reader) -> Result<FrameHeader, DecodeError> {
+        let kind = self.kind;
+        if kind.goes_to(reader) { Ok(self) } else { Err(DecodeError::Direction { kind, reader }) }
+    }
+
     /// Which message follows.
     pub fn kind(&self) -> Kind {
         self.kind
@@ -271,6 +343,7 @@ impl Control {
         if body.len() > max {
             return Err(DecodeError::Length { kind, length: body.len(), max });
         }
+        cbor::check_nesting(body).map_err(|source| DecodeError::Nesting { kind, source })?;
         let mut decoder = minicbor::Decoder::new(body);
         let message = Control::decode_body(kind, &mut decoder).map_err(|error| match error {
             BodyError::Unknown => DecodeError::Kind(kind),
@@ -280,19 +353,25 @@ impl Control {
         if bytes != 0 {
             return Err(DecodeError::Trailing { kind, bytes });
         }
-        message.check().map_err(|source| DecodeError::Value { kind, source })?;
+        message
+            .check()
+            .and_then(|()| message.check_content())
+            .map_err(|source| DecodeError::Value { kind, source })?;
         Ok(message.tidied())
     }
 
     fn check(&self) -> Result<(), ValueError> {
         match self {
             Control::Setup(setup) => setup.check(),
-            Control::Rehearse(state) | Control::FinalState(state)
-                if state.bytes.len() > STATE_BYTES_MAX =>
-            {
-                Err(ValueError::State(state.bytes.len()))
-            }
+            Control::Rehearse(state) | Control::FinalState(state) => state.check(),
             Control::Alive(alive) => alive.check(),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_content(&self) -> Result<(), ValueError> {
+        match self {
+            Control::Rehearse(state) | Control::FinalState(state) => state.check_content(),
             _ => Ok(()),
         }
     }

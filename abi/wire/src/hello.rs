@@ -133,6 +133,8 @@ impl Status {
     pub const LIMIT: Status = Status(7);
     /// The listener is shutting down.
     pub const STOPPING: Status = Status(8);
+    /// RDMA is for a listener at an address `rdma:`.
+    pub const NO_RDMA: Status = Status(9);
 
     fn words(self) -> Option<&'static str> {
         Some(match self {
@@ -145,6 +147,9 @@ impl Status {
             Status::CHANNEL => "the data channel's number is taken or out of range",
             Status::LIMIT => "the destination has too many connections",
             Status::STOPPING => "the destination is shutting down",
+            Status::NO_RDMA => {
+                "it takes no RDMA, for it does not listen at an address rdma:; connect to tcp:"
+            }
             _ => return None,
         })
     }

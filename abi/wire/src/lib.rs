@@ -8,6 +8,7 @@
 //! checks before it allocates, never panics, and says what was wrong with which values.
 #![forbid(unsafe_code)]
 
+pub mod cbor;
 pub mod control;
 mod control_check;
 pub mod frame;

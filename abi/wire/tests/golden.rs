@@ -116,17 +116,41 @@ fn control_messages() {
         ),
     );
     check(
-        &Control::SetupDone(SetupDone { instance: InstanceId(ID), token: ID, boot_id: ID }),
+        &Control::SetupDone(SetupDone {
+            instance: InstanceId(ID),
+            token: ID,
+            boot_id: ID,
+            clock_proof: None,
+        }),
         2,
         &format!("a3 00 50 {ID_HEX} 01 50 {ID_HEX} 02 50 {ID_HEX}"),
+    );
+    check(
+        &Control::SetupDone(SetupDone {
+            instance: InstanceId(ID),
+            token: ID,
+            boot_id: [0; 16],
+            clock_proof: Some([0xee; 32]),
+        }),
+        2,
+        &format!(
+            "a4 00 50 {ID_HEX} 01 50 {ID_HEX} 02 50 {} 03 58 20 {}",
+            "00".repeat(16),
+            "ee".repeat(32)
+        ),
     );
     check(&Control::ChannelsReady, 3, "a0");
     check(&Control::RoundReceived(RoundReceived { round: 24 }), 4, "a1 00 18 18");
     check(&Control::SwitchoverSoon(SwitchoverSoon { last_round: 3 }), 7, "a1 00 03");
-    check(&Control::FinalState(State { bytes: vec![0xff; 2], clock: None }), 8, "a1 00 42 ffff");
+    let state = |checksum, clock| State { bytes: vec![0xff; 2], checksum, clock };
+    check(&Control::FinalState(state(None, None)), 8, "a1 00 42 ffff");
     let clock = Some(MeasuredClock { offset_ns: -2, error_ns: 0x1234 });
-    let clocked = State { bytes: vec![0xff; 2], clock };
-    check(&Control::FinalState(clocked), 8, "a2 00 42 ffff 02 a2 00 21 01 19 1234");
+    let clocked = "a2 00 42 ffff 02 a2 00 21 01 19 1234";
+    check(&Control::FinalState(state(None, clock)), 8, clocked);
+    // The BLAKE3 hash of ffff begins so, says b3sum.
+    let sum = "a77c906127855183698bad218d6abe2d";
+    let checksum = Some(hex(sum)[..].try_into().unwrap());
+    check(&Control::FinalState(state(checksum, None)), 8, &format!("a2 00 42 ffff 01 50 {sum}"));
     check(&Control::AskDigest, 9, "a0");
     check(
         &Control::Commit(Commit { migration, last_round: 7, running: true }),

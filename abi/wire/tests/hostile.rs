@@ -7,7 +7,9 @@ use martlet_wire::control::{
     MACHINE_BYTES_MAX, MigrationId, Ping, Pong, Query, REASON_BYTES_MAX, Rehearsed, RoundReceived,
     STATE_BYTES_MAX, Setup, SetupDone, State, SwitchoverSoon, WireRange,
 };
-use martlet_wire::frame::{DecodeError, FRAME_MAGIC, FrameHeader, Kind, ValueError, encode};
+use martlet_wire::frame::{
+    DecodeError, FRAME_MAGIC, FrameHeader, Kind, Reader, ValueError, encode,
+};
 use martlet_wire::hello::{Hello, HelloError, HelloReply, Status, check_hello_prefix};
 use martlet_wire::pages::{PAYLOAD_PAGES_MAX, PagesError, PagesFrame, PagesHeader, RunEntry};
 use martlet_wire::{fuzz, hello};
@@ -30,12 +32,17 @@ fn setup() -> Setup {
 
 /// One message of every kind.
 fn messages() -> Vec<Control> {
-    let state = State { bytes: (0..100).collect(), clock: None };
+    let state = State::new((0..100).collect());
     let migration = MigrationId([1; 16]);
     let instance = InstanceId([3; 16]);
     vec![
         Control::Setup(setup()),
-        Control::SetupDone(SetupDone { instance, token: [4; 16], boot_id: [2; 16] }),
+        Control::SetupDone(SetupDone {
+            instance,
+            token: [4; 16],
+            boot_id: [2; 16],
+            clock_proof: Some([6; 32]),
+        }),
         Control::ChannelsReady,
         Control::RoundReceived(RoundReceived { round: 70_000 }),
         Control::Rehearse(state.clone()),
@@ -96,6 +103,47 @@ fn every_kind_is_tried() {
         let header = FrameHeader::parse(bytes.first_chunk().unwrap()).unwrap();
         assert_eq!(Control::decode(header.kind(), &bytes[16..]).unwrap(), message);
     }
+}
+
+/// A query connection takes no state of 64 MiB, nor does a destination take what it would send.
+#[test]
+fn every_kind_goes_where_it_belongs() {
+    let readers = [Reader::Source, Reader::Destination, Reader::Asker, Reader::Answerer];
+    for kind in Kind::ALL {
+        let takers: Vec<Reader> = readers.into_iter().filter(|r| kind.goes_to(*r)).collect();
+        let both = [Reader::Source, Reader::Destination];
+        assert!(
+            takers.len() == 1 || (*kind == Kind::ABANDON && takers == both),
+            "{kind} {takers:?}"
+        );
+        let header = FrameHeader::parse(&header(kind.0, 0, 0, 0)).unwrap();
+        for reader in readers {
+            assert_eq!(header.for_reader(reader).is_ok(), takers.contains(&reader), "{kind}");
+        }
+    }
+}
+
+/// An old decoder skipped them, with 16 bytes of memory for each.
+#[test]
+fn nested_bytes_of_an_unknown_field_are_refused() {
+    let nested = [&[0xa1, 0x18, 99][..], &[0x81; 1000], &[0]].concat();
+    let error = Control::decode(Kind::PING, &nested).unwrap_err();
+    assert!(matches!(error, DecodeError::Nesting { .. }), "{error}");
+    assert!(chain(&error).contains("nested deeper than 8"), "{}", chain(&error));
+}
+
+#[test]
+fn a_state_that_was_damaged_on_the_way_is_refused() {
+    let mut bytes = framed(&Control::FinalState(State::new(vec![7; 100])));
+    assert!(Control::decode(Kind::FINAL_STATE, &bytes[16..]).is_ok());
+    bytes[60] ^= 1;
+    let error = Control::decode(Kind::FINAL_STATE, &bytes[16..]).unwrap_err();
+    assert!(chain(&error).contains("damaged on the way"), "{}", chain(&error));
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 #[test]
@@ -243,10 +291,11 @@ fn the_largest_messages_fit_their_limit() {
     let bytes = framed(&Control::Setup(full.clone()));
     assert_eq!(Control::decode(Kind::SETUP, &bytes[16..]).unwrap(), Control::Setup(full));
 
-    let state = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX], clock: None });
+    let state = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX], ..State::default() });
     let bytes = framed(&state);
     assert!(FrameHeader::parse(bytes.first_chunk().unwrap()).is_ok());
-    let too_long = Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX + 1], clock: None });
+    let too_long =
+        Control::FinalState(State { bytes: vec![1; STATE_BYTES_MAX + 1], ..State::default() });
     let mut out = vec![7];
     let error = encode(&too_long, &mut out).unwrap_err();
     assert_eq!((error.to_string().as_str(), out.len()), ("cannot send a FinalState message", 1));

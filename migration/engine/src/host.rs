@@ -1,6 +1,8 @@
 //! What the engine asks of the host it runs on.
 
+use martlet_protocol::ClockKey;
 use rustix::time::{ClockId, clock_gettime};
+use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
 /// CPU time that this process used so far, all threads.
@@ -18,29 +20,14 @@ pub(crate) fn wall_clock_ns() -> i64 {
     nanos(ClockId::Realtime).saturating_sub(nanos(ClockId::Monotonic))
 }
 
-/// Names the `CLOCK_MONOTONIC` of this process: processes with equal names read the same clock. A
-/// boot of a host has one for each time namespace. All zeros, which equal nobody's, where the
-/// kernel does not tell.
-pub(crate) fn clock_id() -> [u8; 16] {
-    let mut id = [0; 16];
-    if let Ok(text) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
-        let digits: Vec<u32> = text.chars().filter_map(|c| c.to_digit(16)).collect();
-        for (byte, pair) in id.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = u8::try_from(pair[0] * 16 + pair[1]).unwrap_or(0);
-        }
-        for (byte, namespace) in id.iter_mut().zip(time_namespace().to_le_bytes()) {
-            *byte ^= namespace;
-        }
-    }
-    id
-}
-
-/// The number of this process's time namespace; 0 before Linux 5.6, where there is one clock.
-fn time_namespace() -> u64 {
-    let link = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
-    // As in `time:[4026531834]`.
-    let digits = link.to_string_lossy().chars().filter(char::is_ascii_digit).collect::<String>();
-    digits.parse().unwrap_or(0)
+/// Stands for the `CLOCK_MONOTONIC` of this process: processes with equal keys read the same clock.
+/// A boot of a host has one for each time namespace. `None` where the kernel does not tell.
+pub(crate) fn clock_key() -> Option<ClockKey> {
+    let mut facts = std::fs::read("/proc/sys/kernel/random/boot_id").ok()?;
+    // As in `time:[4026531834]`; there is none before Linux 5.6, and one clock.
+    let namespace = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
+    facts.extend_from_slice(namespace.as_os_str().as_bytes());
+    Some(ClockKey::new(&facts))
 }
 
 /// Sixteen random bytes for ids and tokens.

@@ -43,6 +43,12 @@ pub enum Failure {
         /// Where this side stood.
         phase: &'static str,
     },
+    /// Bytes that are no message, or none that this side takes.
+    #[error("the peer sent what is no message for this side: {reason}")]
+    Malformed {
+        /// As the decoder said.
+        reason: String,
+    },
     /// A message or barrier in its place that contradicts what was said before.
     #[error("the peer contradicts itself: {what}")]
     Contradiction {
@@ -105,6 +111,7 @@ impl Failure {
             | Failure::Refused { .. }
             | Failure::NeverArrived
             | Failure::Unexpected { .. }
+            | Failure::Malformed { .. }
             | Failure::Contradiction { .. }
             | Failure::TooSlow { .. } => Fault::Peer,
             Failure::ControlLost { .. } | Failure::ChannelLost { .. } | Failure::Silence => {
@@ -129,7 +136,4 @@ pub enum Doubt {
     /// Another process answers at the destination's address.
     #[error("the destination process that got the commit is gone; another one answers")]
     OtherProcess,
-    /// The destination does not remember the attempt.
-    #[error("the destination does not remember this migration")]
-    Unknown,
 }

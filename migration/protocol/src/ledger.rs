@@ -1,6 +1,6 @@
 //! What a destination process remembers of attempts that are over.
 
-use crate::limits::LEDGER_ABANDONED_MAX;
+use crate::limits::{LEDGER_ABANDONED_MAX, LEDGER_REFUSED_MAX};
 use martlet_wire::control::{Answer, Fate, InstanceId, MigrationId};
 use std::collections::VecDeque;
 
@@ -12,13 +12,17 @@ use std::collections::VecDeque;
 pub struct Ledger {
     instance: InstanceId,
     arrived: Vec<MigrationId>,
+    /// Abandoned after their commit had come: a source may be waiting for this very answer.
+    refused: VecDeque<MigrationId>,
+    /// Abandoned before. Anybody can make such entries, so they push out only each other.
     abandoned: VecDeque<MigrationId>,
 }
 
 impl Ledger {
     /// The empty ledger of a process that just started. `instance` must be random.
     pub fn new(instance: InstanceId) -> Ledger {
-        Ledger { instance, arrived: Vec::new(), abandoned: VecDeque::new() }
+        let (refused, abandoned) = (VecDeque::new(), VecDeque::new());
+        Ledger { instance, arrived: Vec::new(), refused, abandoned }
     }
 
     /// The process's name.
@@ -30,7 +34,7 @@ impl Ledger {
     pub fn fate(&self, migration: MigrationId) -> Fate {
         if self.arrived.contains(&migration) {
             Fate::Committed
-        } else if self.abandoned.contains(&migration) {
+        } else if self.refused.contains(&migration) || self.abandoned.contains(&migration) {
             Fate::Abandoned
         } else {
             Fate::Unknown
@@ -47,12 +51,18 @@ impl Ledger {
         self.arrived.push(migration);
     }
 
-    pub(crate) fn record_abandoned(&mut self, migration: MigrationId) {
+    /// `saw_commit` if the right to run the guest had been sent here.
+    pub(crate) fn record_abandoned(&mut self, migration: MigrationId, saw_commit: bool) {
         assert_eq!(self.fate(migration), Fate::Unknown, "an attempt ends once");
-        if self.abandoned.len() == LEDGER_ABANDONED_MAX {
-            self.abandoned.pop_front();
+        let (list, most) = if saw_commit {
+            (&mut self.refused, LEDGER_REFUSED_MAX)
+        } else {
+            (&mut self.abandoned, LEDGER_ABANDONED_MAX)
+        };
+        if list.len() == most {
+            list.pop_front();
         }
-        self.abandoned.push_back(migration);
+        list.push_back(migration);
     }
 }
 
@@ -66,10 +76,21 @@ mod tests {
         let id = |n: usize| MigrationId([u8::try_from(n).unwrap(); 16]);
         ledger.record_arrived(id(200));
         for n in 0..=LEDGER_ABANDONED_MAX {
-            ledger.record_abandoned(id(n));
+            ledger.record_abandoned(id(n), false);
         }
         assert_eq!(ledger.fate(id(200)), Fate::Committed);
         assert_eq!(ledger.fate(id(0)), Fate::Unknown);
         assert_eq!(ledger.fate(id(1)), Fate::Abandoned);
+    }
+
+    #[test]
+    fn attempts_without_a_commit_push_out_no_refused_one() {
+        let mut ledger = Ledger::new(InstanceId([0; 16]));
+        let id = |n: usize| MigrationId([u8::try_from(n).unwrap(); 16]);
+        ledger.record_abandoned(id(200), true);
+        for n in 0..=2 * LEDGER_ABANDONED_MAX {
+            ledger.record_abandoned(id(n), false);
+        }
+        assert_eq!(ledger.fate(id(200)), Fate::Abandoned);
     }
 }

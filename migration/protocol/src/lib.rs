@@ -24,6 +24,7 @@
 //! undecided, and stays so until [`SourceEvent::Fate`] settles it.
 
 mod clock;
+mod clock_key;
 mod destination;
 mod failure;
 mod ledger;
@@ -32,6 +33,7 @@ mod permit;
 mod reaction;
 mod source;
 
+pub use clock_key::ClockKey;
 pub use destination::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
     DestinationPhase,

@@ -35,8 +35,12 @@ pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// whether it was still needed. That message is already in the control connection's buffer.
 pub const LOST_CHANNEL_GRACE: Duration = Duration::from_secs(1);
 
-/// Attempts that a destination remembers as abandoned. Arrived guests are never forgotten.
+/// Attempts that a destination remembers as abandoned before their commit. Arrived guests are
+/// never forgotten.
 pub const LEDGER_ABANDONED_MAX: usize = 64;
+/// Attempts that a destination remembers as refused after their commit. Each took a whole
+/// migration; with so many, the oldest is forgotten and its source told so, which proves the same.
+pub const LEDGER_REFUSED_MAX: usize = 1 << 16;
 
 const _: () = assert!(COMMIT_COMPLETE_MAX.as_nanos() < COMMIT_ACK_MAX.as_nanos());
 const _: () = assert!(2 * PING_INTERVAL.as_nanos() < SILENCE_MAX.as_nanos());

@@ -58,11 +58,17 @@ impl Refusal {
     }
 
     /// The answer to a query, if it proves a refusal: it has to come from the very process that
-    /// the commit was sent to, and be a promise.
+    /// the commit was sent to.
+    ///
+    /// `Unknown` from that process is a proof too. It took this attempt's `Setup`, or no commit
+    /// would have been sent to it, and since then the attempt is pending there until it is put down
+    /// as arrived or abandoned, in the step that decides it. It forgets abandoned attempts when
+    /// they become many, and never one that arrived: what it does not know, it has abandoned. A
+    /// commit that still lies in a socket belongs to a connection whose attempt is over.
     pub(crate) fn from_answer(answer: &Answer, asked: InstanceId) -> Option<Refusal> {
         let proves = match answer.fate {
-            Fate::Abandoned => answer.instance == asked,
-            Fate::Unknown | Fate::Committed | Fate::Pending => false,
+            Fate::Abandoned | Fate::Unknown => answer.instance == asked,
+            Fate::Committed | Fate::Pending => false,
         };
         proves.then_some(Refusal { _private: () })
     }
@@ -97,12 +103,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_promise_of_the_same_process_is_a_proof() {
+    fn only_the_word_of_the_same_process_is_a_proof() {
         let (same, other) = (InstanceId([1; 16]), InstanceId([2; 16]));
         let proof = |instance, fate| Refusal::from_answer(&Answer { instance, fate }, same);
-        assert!(proof(same, Fate::Abandoned).is_some());
-        assert!(proof(other, Fate::Abandoned).is_none());
-        for fate in [Fate::Unknown, Fate::Committed, Fate::Pending] {
+        for fate in [Fate::Abandoned, Fate::Unknown] {
+            assert!(proof(same, fate).is_some());
+            assert!(proof(other, fate).is_none());
+        }
+        for fate in [Fate::Committed, Fate::Pending] {
             assert!(proof(same, fate).is_none() && proof(other, fate).is_none());
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::Stream;
 use martlet_wire::control::{Control, STATE_BYTES_MAX};
-use martlet_wire::frame::{self, DecodeError, FRAME_HEADER_BYTES, FrameHeader};
+use martlet_wire::frame::{self, DecodeError, FRAME_HEADER_BYTES, FrameHeader, Kind, Reader};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -32,12 +32,16 @@ pub enum ReceiveError {
     /// The peer sent something that is no message.
     #[error("the peer broke the protocol")]
     Protocol(#[from] DecodeError),
+    /// The reader lets no such message in where it stands. The connection can't be read any more.
+    #[error("the peer sent {0} out of its place")]
+    Refused(Kind),
 }
 
 /// Sends and receives [`Control`] messages on one connection.
 #[derive(Debug)]
 pub struct ControlLink {
     stream: Stream,
+    reader: Reader,
     out: Vec<u8>,
     /// Bytes of `out` that the kernel has.
     handed_over: usize,
@@ -48,10 +52,11 @@ pub struct ControlLink {
 }
 
 impl ControlLink {
-    /// Takes a connection whose hello is done.
-    pub fn new(stream: Stream) -> ControlLink {
+    /// Takes a connection whose hello is done; who reads it decides what may come.
+    pub fn new(stream: Stream, reader: Reader) -> ControlLink {
         ControlLink {
             stream,
+            reader,
             out: Vec::new(),
             handed_over: 0,
             input: Vec::new(),
@@ -120,8 +125,17 @@ impl ControlLink {
     /// The next message if it is there; never waits, and reads a bounded part of a longer one: the
     /// connection is readable then, so look again.
     pub fn try_receive(&mut self) -> Result<Option<Control>, ReceiveError> {
+        self.try_receive_if(|_| true)
+    }
+
+    /// As [`ControlLink::try_receive`]; of a message that is not to be let in no more than the
+    /// header is taken.
+    pub fn try_receive_if(
+        &mut self,
+        admits: impl Fn(Kind) -> bool,
+    ) -> Result<Option<Control>, ReceiveError> {
         for _ in 0..READS_MAX {
-            if let Some(message) = self.decode_next()? {
+            if let Some(message) = self.decode_next(&admits)? {
                 return Ok(Some(message));
             }
             match self.fill() {
@@ -134,7 +148,7 @@ impl ControlLink {
                 },
             }
         }
-        Ok(self.decode_next()?)
+        self.decode_next(&admits)
     }
 
     /// Bytes that were sent so far.
@@ -161,12 +175,18 @@ impl ControlLink {
         got.map(drop)
     }
 
-    fn decode_next(&mut self) -> Result<Option<Control>, DecodeError> {
+    fn decode_next(
+        &mut self,
+        admits: &impl Fn(Kind) -> bool,
+    ) -> Result<Option<Control>, ReceiveError> {
         let pending = &self.input[self.consumed..];
         let Some((header, rest)) = pending.split_first_chunk::<FRAME_HEADER_BYTES>() else {
             return Ok(None);
         };
-        let header = FrameHeader::parse(header)?;
+        let header = FrameHeader::parse(header)?.for_reader(self.reader)?;
+        if !admits(header.kind()) {
+            return Err(ReceiveError::Refused(header.kind()));
+        }
         let Some(body) = rest.get(..header.body_bytes()) else {
             return Ok(None);
         };
@@ -191,8 +211,8 @@ mod tests {
 
     fn pair() -> (ControlLink, ControlLink) {
         let (one, two) = UnixStream::pair().unwrap();
-        let link = |stream| ControlLink::new(Stream::from_unix(stream).unwrap());
-        (link(one), link(two))
+        let link = |stream, reader| ControlLink::new(Stream::from_unix(stream).unwrap(), reader);
+        (link(one, Reader::Source), link(two, Reader::Destination))
     }
 
     fn receive(link: &mut ControlLink) -> Result<Control, ReceiveError> {
@@ -207,7 +227,7 @@ mod tests {
     #[test]
     fn messages_arrive_whole_and_in_order() {
         let (mut one, mut two) = pair();
-        let big = Control::FinalState(State { bytes: vec![7; 3 << 20], clock: None });
+        let big = Control::FinalState(State::new(vec![7; 3 << 20]));
         let reader = std::thread::spawn(move || {
             let messages: Vec<Control> = (0..3).map(|_| receive(&mut two).unwrap()).collect();
             let end = receive(&mut two);
@@ -216,21 +236,21 @@ mod tests {
         one.queue(&Control::Ping(Ping { sent_ns: 1 }));
         one.queue(&big);
         one.flush().unwrap();
-        one.queue(&Control::ChannelsReady);
+        one.queue(&Control::AskDigest);
         while one.unsent() > 0 {
             one.flush().unwrap();
             std::thread::yield_now();
         }
         drop(one);
         let (messages, end) = reader.join().unwrap();
-        assert_eq!(messages, [Control::Ping(Ping { sent_ns: 1 }), big, Control::ChannelsReady]);
+        assert_eq!(messages, [Control::Ping(Ping { sent_ns: 1 }), big, Control::AskDigest]);
         assert!(matches!(end, ReceiveError::Closed));
     }
 
     #[test]
     fn a_peer_that_reads_nothing_holds_nobody_up() {
         let (mut one, two) = pair();
-        let big = Control::Rehearse(State { bytes: vec![7; 40 << 20], clock: None });
+        let big = Control::Rehearse(State::new(vec![7; 40 << 20]));
         one.queue(&big);
         one.flush().unwrap();
         assert!(one.unsent() > 0, "more than the kernel holds");
@@ -243,7 +263,7 @@ mod tests {
     #[test]
     fn a_long_message_is_read_in_several_looks() {
         let (mut one, mut two) = pair();
-        one.queue(&Control::Rehearse(State { bytes: vec![7; 1 << 20], clock: None }));
+        one.queue(&Control::Rehearse(State::new(vec![7; 1 << 20])));
         one.flush().unwrap();
         let mut looks = 1;
         while two.try_receive().unwrap().is_none() {

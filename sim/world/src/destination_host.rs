@@ -78,7 +78,7 @@ impl DestinationHost {
         }
         let Some(ledger) = self.ledger.take() else { return false };
         self.token = chance.name();
-        let config = DestinationConfig { token: self.token, boot_id: [2; 16] };
+        let config = DestinationConfig { token: self.token, clock_key: None };
         self.protocol = Some(Destination::new(now, config, ledger));
         self.accepting = false;
         self.channels.clear();

@@ -11,7 +11,7 @@ use core::time::Duration;
 use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
 use martlet_simulation::Chance;
 use martlet_units::Instant;
-use martlet_wire::control::{Answer, Control, Fate, MigrationId, Setup, WireRange};
+use martlet_wire::control::{Answer, BOOT_ID_UNTOLD, Control, Fate, MigrationId, Setup, WireRange};
 use martlet_wire::frame;
 
 /// Steps of the longest run that is still thought to end.
@@ -230,10 +230,11 @@ impl World {
             regions: vec![WireRange { start_gfn: 0, pages: self.scenario.pages as u64 }],
             machine: Vec::new(),
             channels: self.scenario.channels,
-            boot_id: [1; 16],
+            boot_id: BOOT_ID_UNTOLD,
         };
         let downtime_limit = DOWNTIME_LIMIT;
-        let config = SourceConfig { setup, verify: self.scenario.verify, downtime_limit };
+        let config =
+            SourceConfig { setup, clock_key: None, verify: self.scenario.verify, downtime_limit };
         self.source.begin(Source::new(now, config));
         self.drain_source()?;
         self.drain_destination()?;

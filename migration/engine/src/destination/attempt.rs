@@ -10,7 +10,7 @@ use martlet_protocol::{
     RunPermit,
 };
 use martlet_ram::Placer;
-use martlet_transport::{ControlLink, Stream, monotonic_now, wait_any};
+use martlet_transport::{ControlLink, ReceiveError, Stream, monotonic_now, wait_any};
 use martlet_units::{Gfn, Instant, PageCount, PageRange};
 use martlet_wire::control::{Alive, DEVICES_MAX, DevicesAlive, Setup};
 use rustix::event::{PollFd, PollFlags};
@@ -27,6 +27,10 @@ const LAST_BYTES_AWAKE_MAX: u64 = 8 << 20;
 
 /// With nothing to wait for, the thread still looks this often.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Messages that are taken before timers and the owner are looked at again. A source that keeps to
+/// the protocol never has so many on the way.
+const MESSAGES_AT_ONCE: usize = 64;
 
 /// How long a guest may take to its first heartbeat before the source is told that it has none.
 const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
@@ -45,7 +49,7 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
             return shared.end_attempt(Err(format!("the host gives no random bytes: {error}")));
         }
     };
-    let config = DestinationConfig { token, boot_id: host::clock_id() };
+    let config = DestinationConfig { token, clock_key: host::clock_key() };
     let mut attempt = Attempt {
         shared: Arc::clone(shared),
         machine: Destination::new(monotonic_now(), config, shared.take_ledger()),
@@ -126,21 +130,25 @@ impl Attempt {
         }
     }
 
-    /// Performs everything that is due.
+    /// Performs everything that is due, and sends what came of it.
     fn settle(&mut self) {
+        self.act();
+        if let Err(error) = self.control.flush() {
+            // What the source said before it went comes first: it may be the commit.
+            self.read_control();
+            self.lose_control(error.to_string());
+        }
+    }
+
+    fn act(&mut self) {
         loop {
             while let Some(action) = self.machine.poll_action() {
                 self.perform(action);
             }
             match self.pending.pop_front() {
                 Some(event) => self.machine.on_event(monotonic_now(), event),
-                None => break,
+                None => return,
             }
-        }
-        if let Err(error) = self.control.flush() {
-            // What the source said before it went comes first: it may be the commit.
-            self.read_control();
-            self.lose_control(error.to_string());
         }
     }
 
@@ -440,23 +448,36 @@ impl Attempt {
         any
     }
 
-    /// Reads the messages that are there; whether there were any.
+    /// Takes messages that are there, not without end, and acts on each before it looks at the
+    /// next: what may come depends on where the attempt stands. Whether there were any.
     fn read_control(&mut self) -> bool {
         let mut any = false;
-        while self.control_open {
-            match self.control.try_receive() {
-                Ok(Some(message)) => {
-                    any = true;
-                    self.tell(DestinationEvent::Received(message));
-                }
-                Ok(None) => return any,
-                Err(error) => {
-                    self.lose_control(crate::chain(&error));
-                    return true;
-                }
+        for _ in 0..MESSAGES_AT_ONCE {
+            if !self.control_open {
+                break;
             }
+            match self.control.try_receive_if(|kind| self.machine.admits(kind)) {
+                Ok(Some(message)) => self.tell(DestinationEvent::Received(message)),
+                Ok(None) => break,
+                Err(error) => self.stop_reading(error),
+            }
+            any = true;
+            self.act();
         }
         any
+    }
+
+    fn stop_reading(&mut self, error: ReceiveError) {
+        self.control_open = false;
+        let reason = crate::chain(&error);
+        match error {
+            ReceiveError::Protocol(_) => self.tell(DestinationEvent::Malformed { reason }),
+            ReceiveError::Refused(kind) => {
+                self.tell(DestinationEvent::Refused(kind));
+                self.tell(DestinationEvent::ControlLost { reason });
+            }
+            _ => self.tell(DestinationEvent::ControlLost { reason }),
+        }
     }
 
     fn end(mut self) {

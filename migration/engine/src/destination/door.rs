@@ -7,6 +7,7 @@ use crate::host;
 use crate::mailbox::Mailbox;
 use martlet_transport::{ControlLink, Listener, Stream, monotonic_now, read_hello, reply};
 use martlet_wire::control::Control;
+use martlet_wire::frame::Reader;
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -81,6 +82,7 @@ fn dispatch(hello: &Hello, stream: Stream, shared: &Arc<Shared>) {
                 answer_query(stream, shared);
             }
         }
+        Role::RDMA => drop(reply(&stream, &HelloReply::refuse(Status::NO_RDMA))),
         _ => drop(reply(&stream, &HelloReply::refuse(Status::ROLE))),
     }
 }
@@ -97,11 +99,11 @@ fn begin(version: u16, stream: Stream, shared: &Arc<Shared>) {
     if let Err(error) = reply(&stream, &HelloReply::accept(version)) {
         return shared.end_attempt(Err(format!("the source hung up: {error}")));
     }
-    attempt::run(ControlLink::new(stream), shared, &events);
+    attempt::run(ControlLink::new(stream, Reader::Destination), shared, &events);
 }
 
 fn answer_query(stream: Stream, shared: &Shared) {
-    let mut link = ControlLink::new(stream);
+    let mut link = ControlLink::new(stream, Reader::Answerer);
     let deadline = monotonic_now().after(QUERY_MAX);
     loop {
         match link.try_receive() {

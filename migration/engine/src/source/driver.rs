@@ -20,7 +20,10 @@ use martlet_protocol::{Decision, Source, SourceAction, SourceConfig, SourceEvent
 use martlet_ram::{Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner};
 use martlet_transport::{Address, ControlLink, Stream, Target, monotonic_now};
 use martlet_units::Instant;
-use martlet_wire::control::{Alive, Committed, Control, MigrationId, Setup, WireRange};
+use martlet_wire::control::{
+    Alive, BOOT_ID_UNTOLD, Committed, Control, MigrationId, Setup, WireRange,
+};
+use martlet_wire::frame::Reader;
 use std::collections::VecDeque;
 use std::error::Error;
 use std::sync::Arc;
@@ -179,10 +182,14 @@ impl<'ram> Driver<'ram> {
             regions: regions.collect(),
             machine: vmm.machine_description(),
             channels,
-            boot_id: host::clock_id(),
+            boot_id: BOOT_ID_UNTOLD,
         };
-        let config =
-            SourceConfig { setup, verify: options.verify, downtime_limit: options.downtime_limit };
+        let config = SourceConfig {
+            setup,
+            clock_key: host::clock_key(),
+            verify: options.verify,
+            downtime_limit: options.downtime_limit,
+        };
         let auto_converge =
             if options.auto_converge { AutoConverge::On } else { AutoConverge::Off };
         let dirty = Arc::new(RamBitmap::new(ram));
@@ -193,7 +200,7 @@ impl<'ram> Driver<'ram> {
             scanner: Scanner::new(Arc::clone(&dirty)),
             batch: PageBatch::new(ram),
             last_chunks: Vec::with_capacity(usize::try_from(LAST_PAGES_INLINE_MAX).unwrap_or(0)),
-            control: ControlLink::new(stream),
+            control: ControlLink::new(stream, Reader::Source),
             control_open: true,
             unread: false,
             told_cancel: false,

@@ -3,6 +3,7 @@
 use crate::chain;
 use martlet_transport::{Address, ControlLink, GreetingError, connect, monotonic_now};
 use martlet_wire::control::{Answer, Control, Fate, MigrationId, Query};
+use martlet_wire::frame::Reader;
 use martlet_wire::hello::Hello;
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ pub(super) fn ask(to: &Address, migration: MigrationId) -> Result<Answer, String
 /// Asks on a connection of its own.
 fn ask_once(to: &Address, migration: MigrationId) -> Result<Answer, String> {
     let stream = connect(to, &Hello::query()).map_err(|error: GreetingError| error.to_string())?;
-    let mut link = ControlLink::new(stream);
+    let mut link = ControlLink::new(stream, Reader::Asker);
     link.queue(&Control::Query(Query { migration }));
     link.flush().map_err(|error| format!("cannot ask {to}: {error}"))?;
     let deadline = monotonic_now().after(ANSWER_MAX);

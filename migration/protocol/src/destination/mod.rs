@@ -19,6 +19,7 @@ use core::mem;
 use core::time::Duration;
 use martlet_units::Instant;
 use martlet_wire::control::{Answer, Control, Fate, MigrationId, Pong};
+use martlet_wire::frame::{Kind as MessageKind, SMALL_BYTES_MAX};
 use state::State;
 use std::collections::VecDeque;
 use table::Kind;
@@ -39,6 +40,8 @@ pub struct Destination {
     channels: u16,
     /// Rounds received; the number of the next one.
     rounds: u32,
+    /// Whether the source has sent the right to run the guest.
+    saw_commit: bool,
 }
 
 /// What makes the machine move.
@@ -64,6 +67,7 @@ impl Destination {
             migration: None,
             channels: 0,
             rounds: 0,
+            saw_commit: false,
         };
         destination.deadline = phase_deadline(now, DestinationPhase::Waiting);
         destination
@@ -85,6 +89,15 @@ impl Destination {
             _ => {}
         }
         self.advance(now, kind, Input::Event(event));
+    }
+
+    /// Whether the body of this message may be read: it has a place where the attempt stands, or is
+    /// small, so that the machine itself can say what is wrong with it. Tell
+    /// [`DestinationEvent::Refused`] instead of reading another one.
+    pub fn admits(&self, message: MessageKind) -> bool {
+        let is_small = message.body_bytes_max().is_some_and(|most| most <= SMALL_BYTES_MAX);
+        is_small
+            || matches!(table::reaction(self.phase(), Kind::of_message(message)), Reaction::Act(_))
     }
 
     /// Looks at the clock. Harmless when called too early or too often.
@@ -151,6 +164,18 @@ impl Destination {
         self.ledger
     }
 
+    /// Ends the attempt wherever it stands, even in the middle of a step that panicked, and gives
+    /// the process's memory of attempts back. Unless the right to run the guest was made, the
+    /// attempt is abandoned for ever.
+    pub fn give_up(mut self) -> Ledger {
+        if let Some(migration) = self.migration
+            && self.ledger.fate(migration) == Fate::Unknown
+        {
+            self.ledger.record_abandoned(migration, self.saw_commit);
+        }
+        self.ledger
+    }
+
     /// The one place where the state changes, as the table allows it.
     fn advance(&mut self, now: Instant, kind: Kind, input: Input) {
         let from = self.phase();
@@ -182,7 +207,9 @@ impl Destination {
         let Some(migration) = self.migration else { return };
         match phase {
             DestinationPhase::Starting => self.ledger.record_arrived(migration),
-            DestinationPhase::Abandoned => self.ledger.record_abandoned(migration),
+            DestinationPhase::Abandoned => {
+                self.ledger.record_abandoned(migration, self.saw_commit);
+            }
             DestinationPhase::Waiting
             | DestinationPhase::Building
             | DestinationPhase::Accepting

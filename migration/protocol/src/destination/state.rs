@@ -2,13 +2,14 @@
 
 use super::types::{DestinationAction, DestinationEvent, DestinationOutcome, DestinationPhase};
 use super::{Destination, Input};
+use crate::clock_key::ClockKey;
 use crate::failure::Failure;
 use crate::limits;
 use crate::permit::Arrival;
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{
-    Abandon, Commit, Committed, Control, Digest, Fate, Rehearsed, RoundReceived, Setup, SetupDone,
-    State as SavedState,
+    Abandon, BOOT_ID_UNTOLD, Commit, Committed, Control, Digest, Fate, Rehearsed, RoundReceived,
+    Setup, SetupDone, State as SavedState,
 };
 
 /// Where the final state is.
@@ -95,6 +96,10 @@ impl Destination {
                 State::Running => self.arrived(),
                 state => self.fail(state, Failure::ControlLost { reason }),
             },
+            Input::Event(DestinationEvent::Malformed { reason }) => match state {
+                State::Running => self.arrived(),
+                state => self.fail(state, Failure::Malformed { reason }),
+            },
             Input::Event(DestinationEvent::ChannelLost { last_barrier, reason }) => {
                 self.on_lost_channel(now, state, Lost { last_barrier, reason })
             }
@@ -136,7 +141,7 @@ impl Destination {
                     let state = State::Armed { last_round, load, check };
                     return self.contradicts(state, "a second final state");
                 }
-                let SavedState { bytes, clock } = saved;
+                let SavedState { bytes, clock, .. } = saved;
                 let clock = clock.map(|clock| ClockOffset::from(clock).seen_by_peer());
                 let load = DestinationAction::LoadState { bytes, rehearsal: false, clock };
                 self.actions.push_back(load);
@@ -201,6 +206,7 @@ impl Destination {
         commit: Commit,
     ) -> State {
         // From here on a failure is answered with a refusal, as the source waits for one.
+        self.saw_commit = true;
         let state =
             State::Committing { last_round, load, arrival: Arrival::of(commit), commit_at: now };
         if Some(commit.migration) != self.migration {
@@ -224,11 +230,13 @@ impl Destination {
         match (state, event) {
             (State::Building, DestinationEvent::Built) => {
                 let (instance, token) = (self.ledger.instance(), self.config.token);
-                let boot_id = self.config.boot_id;
+                let proof = |key: ClockKey| Some(key.proof(self.migration?));
+                let clock_proof = self.config.clock_key.and_then(proof);
                 // Wait first, then invite: the channels may be there before a thread could wake.
                 let count = self.channels;
                 self.actions.push_back(DestinationAction::AcceptChannels { count, token });
-                self.send(Control::SetupDone(SetupDone { instance, token, boot_id }));
+                let boot_id = BOOT_ID_UNTOLD;
+                self.send(Control::SetupDone(SetupDone { instance, token, boot_id, clock_proof }));
                 State::Accepting
             }
             (state @ State::Abandoned, DestinationEvent::Built) => {
@@ -276,8 +284,12 @@ impl Destination {
             }
             _ => None,
         };
-        if round != next || last.is_some_and(|last| round > last) {
-            let what = format!("round {round} where round {next} was expected");
+        let wrong = match last {
+            _ if round != next => Some(format!("round {round} where round {next} was expected")),
+            Some(last) if round > last => Some(format!("round {round} behind the last, {last}")),
+            Some(_) | None => None,
+        };
+        if let Some(what) = wrong {
             return self.fail(state, Failure::Contradiction { what });
         }
         let Some(rounds) = next.checked_add(1) else {

@@ -7,7 +7,7 @@ use DestinationPhase::{
     Abandoned, Accepting, Armed, Arrived, Building, Committing, Receiving, Running, Starting,
     Waiting,
 };
-use martlet_wire::control::Control;
+use martlet_wire::frame::Kind as MessageKind;
 
 /// Kinds of events. `Got...` are messages of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,6 +32,7 @@ pub(crate) enum Kind {
     Alive,
     Cancel,
     ChannelLost,
+    Malformed,
     ControlLost,
     Silence,
     Deadline,
@@ -40,7 +41,9 @@ pub(crate) enum Kind {
 impl Kind {
     pub(crate) fn of(event: &DestinationEvent) -> Kind {
         match event {
-            DestinationEvent::Received(message) => Kind::of_message(message),
+            DestinationEvent::Received(message) => Kind::of_message(message.kind()),
+            DestinationEvent::Refused(message) => Kind::of_message(*message),
+            DestinationEvent::Malformed { .. } => Kind::Malformed,
             DestinationEvent::ControlLost { .. } => Kind::ControlLost,
             DestinationEvent::Built => Kind::Built,
             DestinationEvent::BuildFailed { .. } => Kind::BuildFailed,
@@ -56,27 +59,17 @@ impl Kind {
         }
     }
 
-    fn of_message(message: &Control) -> Kind {
+    pub(crate) fn of_message(message: MessageKind) -> Kind {
         match message {
-            Control::Setup(_) => Kind::GotSetup,
-            Control::Rehearse(_) => Kind::GotRehearse,
-            Control::SwitchoverSoon(_) => Kind::GotSwitchoverSoon,
-            Control::FinalState(_) => Kind::GotFinalState,
-            Control::AskDigest => Kind::GotAskDigest,
-            Control::Commit(_) => Kind::GotCommit,
-            Control::Abandon(_) => Kind::GotAbandon,
-            Control::Ping(_) => Kind::GotPing,
-            Control::SetupDone(_)
-            | Control::ChannelsReady
-            | Control::RoundReceived(_)
-            | Control::Rehearsed(_)
-            | Control::Digest(_)
-            | Control::Committed(_)
-            | Control::CommitRefused(_)
-            | Control::Alive(_)
-            | Control::Pong(_)
-            | Control::Query(_)
-            | Control::Answer(_) => Kind::GotDestinationMessage,
+            MessageKind::SETUP => Kind::GotSetup,
+            MessageKind::REHEARSE => Kind::GotRehearse,
+            MessageKind::SWITCHOVER_SOON => Kind::GotSwitchoverSoon,
+            MessageKind::FINAL_STATE => Kind::GotFinalState,
+            MessageKind::ASK_DIGEST => Kind::GotAskDigest,
+            MessageKind::COMMIT => Kind::GotCommit,
+            MessageKind::ABANDON => Kind::GotAbandon,
+            MessageKind::PING => Kind::GotPing,
+            _ => Kind::GotDestinationMessage,
         }
     }
 
@@ -103,6 +96,7 @@ impl Kind {
             Kind::Alive => "a sign of life",
             Kind::Cancel => "a cancel",
             Kind::ChannelLost => "a lost channel",
+            Kind::Malformed => "a malformed message",
             Kind::ControlLost => "a lost control connection",
             Kind::Silence => "silence",
             Kind::Deadline => "a deadline",
@@ -139,9 +133,12 @@ pub(crate) fn reaction(phase: DestinationPhase, kind: Kind) -> Reaction<Destinat
         | Kind::OwnDigest
         | Kind::Started
         | Kind::Alive => on_report(phase, kind),
-        Kind::Cancel | Kind::ChannelLost | Kind::ControlLost | Kind::Silence | Kind::Deadline => {
-            on_end(phase, kind)
-        }
+        Kind::Cancel
+        | Kind::ChannelLost
+        | Kind::Malformed
+        | Kind::ControlLost
+        | Kind::Silence
+        | Kind::Deadline => on_end(phase, kind),
     }
 }
 
@@ -193,10 +190,11 @@ fn on_end(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
         (Armed, Kind::ChannelLost) => Act(&[Armed, Abandoned]),
         (Receiving | Armed, _) => Act(&[Abandoned]),
         (Committing, Kind::ChannelLost) => Act(&[Committing, Abandoned]),
-        (Committing, Kind::Deadline) => Act(&[Abandoned]),
+        // An owner who ends this process gives the right back first.
+        (Committing, Kind::Deadline | Kind::Cancel) => Act(&[Abandoned]),
         // The source has let go of the guest: it is to run here if it can.
         (Committing, _) => Ignore,
-        (Running, Kind::ControlLost | Kind::Deadline) => Act(&[Arrived]),
+        (Running, Kind::ControlLost | Kind::Malformed | Kind::Deadline) => Act(&[Arrived]),
         (Running, _) | (Starting | Arrived | Abandoned, _) => Ignore,
     }
 }
@@ -208,7 +206,7 @@ pub(crate) const PHASES: [DestinationPhase; 10] = [
 ];
 
 #[cfg(test)]
-pub(crate) const KINDS: [Kind; 23] = [
+pub(crate) const KINDS: [Kind; 24] = [
     Kind::GotSetup,
     Kind::GotRehearse,
     Kind::GotSwitchoverSoon,
@@ -229,6 +227,7 @@ pub(crate) const KINDS: [Kind; 23] = [
     Kind::Alive,
     Kind::Cancel,
     Kind::ChannelLost,
+    Kind::Malformed,
     Kind::ControlLost,
     Kind::Silence,
     Kind::Deadline,

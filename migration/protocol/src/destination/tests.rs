@@ -14,6 +14,7 @@ use martlet_wire::control::{
     Abandon, Alive, Commit, Control, Fate, InstanceId, MeasuredClock, MigrationId, Ping, Setup,
     State as SavedState, SwitchoverSoon, WireRange,
 };
+use martlet_wire::frame::Kind as MessageKind;
 
 const T0: Instant = Instant(1_000_000_000);
 const ID: MigrationId = MigrationId([7; 16]);
@@ -67,8 +68,8 @@ fn events() -> Vec<DestinationEvent> {
     let message = DestinationEvent::Received;
     let mut events = vec![
         message(Control::Setup(setup(ID))),
-        message(Control::Rehearse(SavedState { bytes: vec![1], clock: None })),
-        message(Control::FinalState(SavedState { bytes: vec![2], clock: None })),
+        message(Control::Rehearse(SavedState::new(vec![1]))),
+        message(Control::FinalState(SavedState::new(vec![2]))),
         message(Control::AskDigest),
         message(Control::Commit(commit())),
         message(Control::Commit(Commit { last_round: LAST - 1, ..commit() })),
@@ -92,6 +93,7 @@ fn events() -> Vec<DestinationEvent> {
             wall_clock_ns: None,
         }),
         DestinationEvent::Cancel { reason: reason() },
+        DestinationEvent::Malformed { reason: reason() },
         DestinationEvent::ControlLost { reason: reason() },
     ];
     for round in [LAST - 1, LAST, LAST + 1, u32::MAX] {
@@ -113,7 +115,7 @@ fn inputs() -> Vec<(Kind, Input)> {
 
 /// A machine in some state; `rounds` were received.
 fn machine(rounds: u32, state: State) -> Destination {
-    let config = DestinationConfig { token: [9; 16], boot_id: [0; 16] };
+    let config = DestinationConfig { token: [9; 16], clock_key: None };
     let mut destination = Destination::new(T0, config, Ledger::new(InstanceId([1; 16])));
     destination.rounds = rounds;
     destination.state = state;
@@ -126,7 +128,7 @@ fn machine(rounds: u32, state: State) -> Destination {
         DestinationPhase::Starting | DestinationPhase::Running | DestinationPhase::Arrived => {
             destination.ledger.record_arrived(ID);
         }
-        DestinationPhase::Abandoned => destination.ledger.record_abandoned(ID),
+        DestinationPhase::Abandoned => destination.ledger.record_abandoned(ID, false),
         _ => {}
     }
     destination
@@ -227,6 +229,8 @@ fn an_incomplete_commit_is_refused_for_ever() {
         DestinationEvent::ChannelLost { last_barrier: Some(LAST - 1), reason: reason() },
         DestinationEvent::ChannelLost { last_barrier: None, reason: reason() },
         DestinationEvent::Received(Control::Abandon(Abandon::because("?"))),
+        // The owner ends this process.
+        DestinationEvent::Cancel { reason: reason() },
     ] {
         let mut destination = machine(LAST, committing(Load::Loading));
         destination.on_event(T0, event);
@@ -271,7 +275,7 @@ fn channels_lost_before_the_last_messages_are_read_may_have_done_their_work() {
         destination.on_event(T0, lost);
     }
     let soon = SwitchoverSoon { last_round: LAST };
-    let saved = SavedState { bytes: vec![1], clock: None };
+    let saved = SavedState::new(vec![1]);
     for message in
         [Control::SwitchoverSoon(soon), Control::FinalState(saved), Control::Commit(commit())]
     {
@@ -297,7 +301,7 @@ fn a_channel_lost_too_early_is_noticed_in_time() {
 fn a_migration_is_tried_once() {
     let mut destination = machine(0, State::Building);
     destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
-    let config = DestinationConfig { token: [9; 16], boot_id: [0; 16] };
+    let config = DestinationConfig { token: [9; 16], clock_key: None };
     let mut second = Destination::new(T0, config, destination.into_ledger());
     second.on_event(T0, DestinationEvent::Received(Control::Setup(setup(ID))));
     assert_eq!(second.phase(), DestinationPhase::Abandoned);
@@ -403,12 +407,89 @@ fn the_final_state_is_loaded_with_the_clock_that_came_with_it() {
     ] {
         let (load, check) = (Load::Missing, Check::NotAsked);
         let mut destination = machine(LAST, State::Armed { last_round: LAST, load, check });
-        let saved = SavedState { bytes: vec![1], clock: sent };
+        let saved = SavedState { clock: sent, ..SavedState::new(vec![1]) };
         destination.on_event(T0, DestinationEvent::Received(Control::FinalState(saved)));
         let loaded = actions(&mut destination).into_iter().find_map(|action| match action {
             DestinationAction::LoadState { rehearsal: false, clock, .. } => Some(clock),
             _ => None,
         });
         assert_eq!(loaded, Some(known));
+    }
+}
+
+#[test]
+fn a_malformed_message_gets_its_reason() {
+    let mut destination = machine(LAST, State::Receiving { rehearsing: false, lost: None });
+    destination.on_event(T0, DestinationEvent::Malformed { reason: "unknown kind 99".into() });
+    let told = actions(&mut destination);
+    let [DestinationAction::Send(Control::Abandon(why)), ..] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert!(why.reason.contains("unknown kind 99"), "{}", why.reason);
+}
+
+#[test]
+fn garbage_behind_a_commit_does_not_take_the_guest_away() {
+    let mut destination = machine(LAST, committing(Load::Loaded));
+    destination.on_event(T0, DestinationEvent::Malformed { reason: reason() });
+    destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
+    assert_eq!(destination.phase(), DestinationPhase::Starting);
+}
+
+/// Nobody makes this side keep megabytes that it would then refuse.
+#[test]
+fn a_long_message_is_let_in_only_where_it_has_a_place() {
+    let receiving = || State::Receiving { rehearsing: false, lost: None };
+    let armed = || State::Armed { last_round: LAST, load: Load::Missing, check: Check::NotAsked };
+    for index in 0..states().len() {
+        let destination = machine(0, states().swap_remove(index));
+        let admitted: Vec<MessageKind> =
+            [MessageKind::SETUP, MessageKind::REHEARSE, MessageKind::FINAL_STATE]
+                .into_iter()
+                .filter(|kind| destination.admits(*kind))
+                .collect();
+        let phase = destination.phase();
+        let wanted: &[MessageKind] = match phase {
+            DestinationPhase::Waiting => &[MessageKind::SETUP],
+            DestinationPhase::Receiving => &[MessageKind::REHEARSE],
+            DestinationPhase::Armed => &[MessageKind::FINAL_STATE],
+            _ => &[],
+        };
+        assert_eq!(admitted, wanted, "{phase:?}");
+        assert!(destination.admits(MessageKind::PING));
+    }
+    for (state, kind) in [(receiving(), MessageKind::FINAL_STATE), (armed(), MessageKind::REHEARSE)]
+    {
+        let mut destination = machine(0, state);
+        destination.on_event(T0, DestinationEvent::Refused(kind));
+        assert_eq!(destination.phase(), DestinationPhase::Abandoned);
+    }
+}
+
+#[test]
+fn a_round_behind_the_last_one_is_named() {
+    let armed = State::Armed { last_round: LAST, load: Load::Missing, check: Check::NotAsked };
+    let mut destination = machine(LAST + 1, armed);
+    destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST + 1 });
+    let told = actions(&mut destination);
+    let [DestinationAction::Send(Control::Abandon(why)), ..] = &told[..] else {
+        panic!("{told:?}")
+    };
+    assert!(why.reason.contains("round 6 behind the last, 5"), "{}", why.reason);
+}
+
+/// Whoever drove the machine panicked. What it never ran it never will, and says so.
+#[test]
+fn an_attempt_that_is_given_up_in_the_middle_keeps_its_promises() {
+    for index in 0..states().len() {
+        let destination = machine(LAST, states().swap_remove(index));
+        let (phase, before) = (destination.phase(), destination.ledger.fate(ID));
+        let after = destination.give_up().fate(ID);
+        let wanted = match (phase, before) {
+            (DestinationPhase::Waiting, _) => Fate::Unknown,
+            (_, Fate::Unknown) => Fate::Abandoned,
+            (_, promised) => promised,
+        };
+        assert_eq!(after, wanted, "{phase:?}");
     }
 }

@@ -1,17 +1,19 @@
 //! What goes into the destination's machine and what comes out of it.
 
 use crate::Failure;
+use crate::clock_key::ClockKey;
 use crate::permit::RunPermit;
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Control, Setup};
+use martlet_wire::frame::Kind;
 
 /// What a destination tells its peers about itself.
 #[derive(Clone, Copy, Debug)]
 pub struct DestinationConfig {
     /// What this attempt's data channels must show; random and new.
     pub token: [u8; 16],
-    /// This host's boot id.
-    pub boot_id: [u8; 16],
+    /// What this host's clock is known by; `None` where the host does not tell.
+    pub clock_key: Option<ClockKey>,
 }
 
 /// What happened at the destination.
@@ -19,6 +21,15 @@ pub struct DestinationConfig {
 pub enum DestinationEvent {
     /// A message came on the control connection.
     Received(Control),
+    /// The header of a message came that [`Destination::admits`](super::Destination::admits)
+    /// does not let in; its body and whatever is behind it will not be read.
+    Refused(Kind),
+    /// What came on the control connection is no message for a destination; nothing more will be
+    /// read from it, answers can still be sent.
+    Malformed {
+        /// What was wrong, as one line.
+        reason: String,
+    },
     /// The control connection is gone; nothing will come on it any more.
     ControlLost {
         /// How.
@@ -68,7 +79,8 @@ pub enum DestinationEvent {
     /// The guest gave its first sign of life, or none is to be expected soon. Report it within
     /// [`ALIVE_MAX`](crate::limits::ALIVE_MAX) of the start.
     Alive(Alive),
-    /// The owner takes no guest any more. Too late after the commit.
+    /// The owner takes no guest any more. A commit that is not complete yet is refused; too late
+    /// once the guest is being started.
     Cancel {
         /// Why.
         reason: String,

@@ -126,18 +126,18 @@ impl Source {
     }
 
     /// How the destination's clock differs. Known from the first [`SourceAction::Decide`] on. It is
-    /// one clock only if both sides name the same one and the pings agree: a host that was cloned
-    /// or resumed from a snapshot has its twin's names.
+    /// one clock only if both sides have the same key and the pings agree: a host that was cloned
+    /// or resumed from a snapshot has its twin's.
     pub fn clock(&self, now: Instant) -> Option<ClockOffset> {
         let measured = self.pinger.offset(now)?;
         let agrees = u128::from(measured.ns.unsigned_abs()) <= measured.error.as_nanos();
-        Some(if self.names_agree() && agrees { ClockOffset::ONE_CLOCK } else { measured })
+        Some(if self.keys_agree() && agrees { ClockOffset::ONE_CLOCK } else { measured })
     }
 
-    /// Whether both sides named the same clock. All zeros name none.
-    fn names_agree(&self) -> bool {
-        let here = self.config.setup.boot_id;
-        here != [0; 16] && self.peer.is_some_and(|peer| peer.boot_id == here)
+    /// Whether the destination has shown that it has the same clock.
+    fn keys_agree(&self) -> bool {
+        let here = self.config.clock_key.map(|key| key.proof(self.config.setup.migration));
+        here.is_some() && self.peer.is_some_and(|peer| peer.clock_proof == here)
     }
 
     /// Changes the blackout that the owner accepts. Counts for a switchover not yet begun.

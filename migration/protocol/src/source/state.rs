@@ -223,7 +223,7 @@ impl Source {
                 if let Some(failure) = too_long(&saved) {
                     return self.fail(waiting, failure);
                 }
-                self.send(Control::Rehearse(SavedState { bytes: saved, clock: None }));
+                self.send(Control::Rehearse(SavedState::new(saved)));
                 self.expect_within(now, limits::REHEARSAL_MAX);
                 waiting
             }
@@ -273,7 +273,7 @@ impl Source {
                     return self.fail(state, failure);
                 }
                 let clock = self.clock(now).map(Into::into);
-                self.send(Control::FinalState(SavedState { bytes, clock }));
+                self.send(Control::FinalState(SavedState { clock, ..SavedState::new(bytes) }));
                 self.end_switching(held, last_round, pages_sent, true)
             }
             (State::Comparing { held, last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {
@@ -398,8 +398,7 @@ impl Source {
                     return State::Completed;
                 }
                 Fate::Pending => Doubt::Pending,
-                Fate::Unknown => Doubt::Unknown,
-                Fate::Abandoned => unreachable!("is a proof"),
+                Fate::Abandoned | Fate::Unknown => unreachable!("is a proof"),
             }
         } else {
             Doubt::OtherProcess

@@ -5,6 +5,7 @@ use super::table::{KINDS, Kind, PHASES, fallback, reaction};
 use super::{
     Decision, Input, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
 };
+use crate::clock_key::ClockKey;
 use crate::reaction::{Reaction, print_table};
 use crate::{Doubt, Failure, RunPermit, limits};
 use core::time::Duration;
@@ -27,13 +28,14 @@ fn config(verify: bool) -> SourceConfig {
             channels: 2,
             boot_id: [0; 16],
         },
+        clock_key: None,
         verify,
         downtime_limit: Duration::from_millis(300),
     }
 }
 
 fn done() -> SetupDone {
-    SetupDone { instance: HERE, token: [9; 16], boot_id: [0; 16] }
+    SetupDone { instance: HERE, token: [9; 16], boot_id: [0; 16], clock_proof: None }
 }
 
 fn held() -> Held {
@@ -271,7 +273,6 @@ fn undecided_stays_so_until_something_is_proved() {
     );
     for (instance, fate, doubt) in [
         (HERE, Fate::Pending, Doubt::Pending),
-        (HERE, Fate::Unknown, Doubt::Unknown),
         (ELSEWHERE, Fate::Unknown, Doubt::OtherProcess),
         (ELSEWHERE, Fate::Abandoned, Doubt::OtherProcess),
         (ELSEWHERE, Fate::Committed, Doubt::OtherProcess),
@@ -404,9 +405,10 @@ fn memory_that_differs_is_not_handed_over() {
 }
 
 /// What the final state says of the clocks, after a ping that took 100 ns there and back.
-fn clock_sent(boot_id: [u8; 16], offset_ns: i64) -> Option<MeasuredClock> {
+fn clock_sent(theirs: &ClockKey, offset_ns: i64) -> Option<MeasuredClock> {
     let mut config = config(false);
-    config.setup.boot_id = [7; 16];
+    config.clock_key = Some(ClockKey::new(b"here"));
+    let clock_proof = Some(theirs.proof(config.setup.migration));
     let mut source = Source::new(T0, config);
     source.on_event(
         T0.after(Duration::from_nanos(100)),
@@ -417,7 +419,7 @@ fn clock_sent(boot_id: [u8; 16], offset_ns: i64) -> Option<MeasuredClock> {
     );
     let (held, last_round) = (held(), 5);
     source.state = State::Switching { held, last_round, pages_sent: true, state_sent: false };
-    source.peer = Some(SetupDone { boot_id, ..done() });
+    source.peer = Some(SetupDone { clock_proof, ..done() });
     let saved = SourceEvent::StateSaved { bytes: vec![1] };
     source.on_event(T0.after(Duration::from_nanos(100)), saved);
     actions(&mut source).into_iter().find_map(|action| match action {
@@ -429,16 +431,16 @@ fn clock_sent(boot_id: [u8; 16], offset_ns: i64) -> Option<MeasuredClock> {
 #[test]
 fn the_final_state_says_how_the_clocks_differ() {
     let measured = |offset_ns| Some(MeasuredClock { offset_ns, error_ns: 50 });
-    assert_eq!(clock_sent([8; 16], 590_000_000_000), measured(590_000_000_000));
-    assert_eq!(clock_sent([8; 16], -30), measured(-30));
+    assert_eq!(clock_sent(&ClockKey::new(b"there"), 590_000_000_000), measured(590_000_000_000));
+    assert_eq!(clock_sent(&ClockKey::new(b"there"), -30), measured(-30));
     // One host, and the pings agree.
     let one = Some(MeasuredClock { offset_ns: 0, error_ns: 0 });
-    assert_eq!(clock_sent([7; 16], -30), one);
+    assert_eq!(clock_sent(&ClockKey::new(b"here"), -30), one);
 }
 
 /// A clone of a host has its twin's names.
 #[test]
 fn equal_names_are_not_one_clock_if_the_pings_say_otherwise() {
     let measured = MeasuredClock { offset_ns: 1_000_000_000_000, error_ns: 50 };
-    assert_eq!(clock_sent([7; 16], 1_000_000_000_000), Some(measured));
+    assert_eq!(clock_sent(&ClockKey::new(b"here"), 1_000_000_000_000), Some(measured));
 }

@@ -1,5 +1,6 @@
 //! What goes into the source's machine and what comes out of it.
 
+use crate::clock_key::ClockKey;
 use crate::permit::RunPermit;
 use crate::{Doubt, Failure};
 use core::time::Duration;
@@ -10,6 +11,8 @@ use martlet_wire::control::{Alive, Answer, Committed, Control, Setup};
 pub struct SourceConfig {
     /// The first message. Its migration id must be random and new.
     pub setup: Setup,
+    /// What this process's clock is known by; `None` where the host does not tell.
+    pub clock_key: Option<ClockKey>,
     /// Compare both sides' memory before the commit.
     pub verify: bool,
     /// The blackout that the owner accepts; the machine's own limit for it follows from this.
