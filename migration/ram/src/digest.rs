@@ -20,6 +20,9 @@ impl GuestRam {
     /// over holes. Takes about the time that it takes to read the touched memory twice. The
     /// guest must be stopped, and its devices too: a page that is written meanwhile makes the
     /// digest worthless, though not unsafe.
+    ///
+    /// # Errors
+    /// A [`LostPage`](crate::LostPage) if the host can't read a page, else what the host refused.
     pub fn digest(&self) -> io::Result<[u8; 32]> {
         let mut digest = Digest {
             pages: blake3::Hasher::new(),
@@ -27,7 +30,7 @@ impl GuestRam {
             buffer: vec![0; BUFFER_BYTES],
         };
         for (index, region) in (0..).map(RegionIndex).zip(self.regions()) {
-            digest.add_region(index, region)?;
+            digest.add_region(self, index, region)?;
         }
         Ok(digest.finish())
     }
@@ -42,7 +45,12 @@ struct Digest {
 }
 
 impl Digest {
-    fn add_region(&mut self, index: RegionIndex, region: &RamRegion) -> io::Result<()> {
+    fn add_region(
+        &mut self,
+        ram: &GuestRam,
+        index: RegionIndex,
+        region: &RamRegion,
+    ) -> io::Result<()> {
         let range = region.range();
         for number in [u64::from(index.0), range.start().0, range.pages().0] {
             self.pages.update(&number.to_le_bytes());
@@ -54,7 +62,9 @@ impl Digest {
             let mut next = run.start;
             while next < run.end {
                 let end = run.end.min(next + step);
-                self.add_pages(region, next..end)?;
+                self.add_pages(region, next..end).map_err(|offset| {
+                    io::Error::from(ram.lost(index, (offset / PAGE_SIZE).min(end - 1)))
+                })?;
                 next = end;
             }
         }
@@ -63,9 +73,10 @@ impl Digest {
         Ok(())
     }
 
-    /// Hashes those of `pages`, at most a buffer full, that are not all zero.
+    /// Hashes those of `pages`, at most a buffer full, that are not all zero. The error is the
+    /// offset of a byte that can't be read.
     #[expect(clippy::cast_possible_truncation, reason = "no longer than the buffer")]
-    fn add_pages(&mut self, region: &RamRegion, pages: Range<u64>) -> io::Result<()> {
+    fn add_pages(&mut self, region: &RamRegion, pages: Range<u64>) -> Result<(), u64> {
         let bytes = ((pages.end - pages.start) * PAGE_SIZE) as usize;
         let buffer = &mut self.buffer[..bytes];
         read_exact(region, pages.start * PAGE_SIZE, buffer)?;
@@ -95,16 +106,17 @@ impl Digest {
 
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
-fn read_exact(region: &RamRegion, mut offset: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+/// Fills the buffer. The error is the offset of a byte that can't be read: reading a file in
+/// memory has no other.
+fn read_exact(region: &RamRegion, mut offset: u64, mut buffer: &mut [u8]) -> Result<(), u64> {
     while !buffer.is_empty() {
         match rustix::io::pread(region.fd(), &mut *buffer, offset) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => {
+            Ok(count @ 1..) => {
                 offset += count as u64;
                 buffer = &mut buffer[count..];
             }
             Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
+            Ok(0) | Err(_) => return Err(offset),
         }
     }
     Ok(())

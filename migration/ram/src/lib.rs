@@ -8,7 +8,9 @@
 //!
 //! This crate holds no thread, socket or clock. Guest memory is never a reference here: a vCPU
 //! or a device may write it at any moment, so it is a pointer and a length until the kernel or a
-//! checked copy reads it.
+//! checked copy reads it. A page of it may be lost (poisoned, or its backing gone): that is a
+//! [`LostPage`] and not the process's end, for which the first region that is made installs a
+//! handler of SIGBUS (see [`martlet_raw_memory`]).
 
 mod advise;
 mod batch;
@@ -16,10 +18,13 @@ mod chunk;
 mod digest;
 mod dirty;
 mod finder;
+mod lost;
 mod place;
 mod region;
 mod scanner;
 mod slice;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod untouched;
 mod zero;
 
@@ -27,8 +32,9 @@ pub use batch::{BYTES_MAX, PageBatch, Pushed, RUNS_MAX, Run, RunKind};
 pub use chunk::{CHUNK_WORDS, Chunk, ChunkBits, channel_of};
 pub use dirty::{DirtySource, RamBitmap, TrackError};
 pub use finder::{CpuFinders, ZeroFinder, ZeroFinders};
+pub use lost::LostPage;
 pub use martlet_bitmap::PageBitmap;
-pub use place::{Placer, Target};
+pub use place::{PlaceError, Placer, Target};
 pub use region::{GuestRam, REGIONS_MAX, RamError, RamRegion, RegionIndex};
 pub use scanner::{Scanner, WINDOW_PAGES};
 pub use slice::{BadRun, RawSlice};

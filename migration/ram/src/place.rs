@@ -2,9 +2,8 @@
 #![allow(unsafe_code)]
 // UNSAFETY: pages that must become zero again are written through raw pointers.
 
-use crate::{BadRun, GuestRam, PAGE_BYTES, RamBitmap, RawSlice, RegionIndex};
+use crate::{BadRun, GuestRam, LostPage, PAGE_BYTES, RamBitmap, RawSlice, RegionIndex};
 use core::ops::Range;
-use core::sync::atomic::{AtomicU64, Ordering};
 use martlet_bitmap::{PageBitmap, WORD_BITS};
 use martlet_units::{PAGE_SIZE, PageCount};
 use rustix::fs::FallocateFlags;
@@ -18,6 +17,17 @@ const PUNCH_PAGES_MIN: u64 = 512;
 /// region's file than through its mapping: no page fault for each page, and no page cleared only
 /// to be overwritten. Shorter runs are not worth the two calls that this takes.
 const FILE_PAGES_MIN: u32 = 16;
+
+/// Why pages can't be made zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlaceError {
+    /// The peer's fault.
+    #[error(transparent)]
+    Run(#[from] BadRun),
+    /// This host's fault.
+    #[error(transparent)]
+    Lost(#[from] LostPage),
+}
 
 /// Where the content of a run of pages is to be written.
 #[derive(Clone, Copy, Debug)]
@@ -89,12 +99,12 @@ impl Placer {
         region: RegionIndex,
         first_page: u64,
         count: u32,
-    ) -> Result<PageCount, BadRun> {
+    ) -> Result<PageCount, PlaceError> {
         self.ram.slice(region, first_page, count)?;
         let filled = self.filled.region(region);
         let mut cleared = 0;
         for run in runs_within(filled, first_page..first_page + u64::from(count)) {
-            self.clear(region, run.clone());
+            self.clear(region, run.clone())?;
             cleared += run.end - run.start;
             filled.clear_range(run);
         }
@@ -106,26 +116,24 @@ impl Placer {
         PageCount(self.filled.count())
     }
 
-    fn clear(&self, region: RegionIndex, run: Range<u64>) {
+    fn clear(&self, region: RegionIndex, run: Range<u64>) -> Result<(), LostPage> {
         let memory = &self.ram.regions()[usize::from(region.0)];
         let pages = run.end - run.start;
         if pages >= PUNCH_PAGES_MIN {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let (start, bytes) = (run.start * PAGE_SIZE, pages * PAGE_SIZE);
             if rustix::fs::fallocate(memory.fd(), flags, start, bytes).is_ok() {
-                return;
+                return Ok(());
             }
         }
         for page in run {
-            let words = memory.host_ptr(page).cast::<u64>();
-            for word in 0..PAGE_BYTES / size_of::<u64>() {
-                // Relaxed atomics, because a hostile peer may make two channels clear one page;
-                // the vCPUs that read it later are ordered behind the channels by the start.
-                // SAFETY: within the page that `host_ptr` gave, which lives as long as
-                // `self.ram`, and aligned like it.
-                unsafe { AtomicU64::from_ptr(words.add(word)) }.store(0, Ordering::Relaxed);
-            }
+            // A hostile peer may make two channels clear one page. The vCPUs that read it later are
+            // ordered behind the channels by the start.
+            // SAFETY: the page that `host_ptr` gave, which lives as long as `self.ram`.
+            unsafe { martlet_raw_memory::clear(memory.host_ptr(page), PAGE_BYTES) }
+                .map_err(|_| self.ram.lost(region, page))?;
         }
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@
 // so it is the place that can promise that a pointer it gives stays valid as long as the region.
 
 use martlet_device_io::HostMemory;
+use martlet_raw_memory::Guarded;
 use martlet_units::{ByteCount, Gfn, PAGE_SIZE, PageCount, PageRange};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -42,13 +43,15 @@ pub enum RamError {
 
 /// A run of guest frames backed by one sealed memfd, mapped for reading and writing.
 ///
-/// The file's size is sealed, so an access through the mapping can't fault for want of a file.
-/// Pages that nobody touched are holes: they take no memory and read as zero.
+/// Pages that nobody touched are holes: they take no memory and read as zero. The file's size is
+/// sealed; a page can still be lost, see [`LostPage`](crate::LostPage).
 #[derive(Debug)]
 pub struct RamRegion {
     range: PageRange,
     host: *mut u8,
     file: File,
+    /// Taken before the mapping goes.
+    guarded: Option<Guarded>,
 }
 
 // SAFETY: the region owns its mapping; the pointer is valid from every thread until the drop.
@@ -70,15 +73,22 @@ impl RamRegion {
 
     fn map(range: PageRange, host_address: Option<usize>) -> Result<RamRegion, RamError> {
         let size = range.pages().to_bytes();
-        let host_error = |operation| {
-            move |error: rustix::io::Errno| RamError::Host { operation, size, source: error.into() }
-        };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd =
-            rustix::fs::memfd_create("martlet-guest-ram", flags).map_err(host_error("create"))?;
-        rustix::fs::ftruncate(&fd, size.0).map_err(host_error("size"))?;
+        let fd = rustix::fs::memfd_create("martlet-guest-ram", flags)
+            .map_err(host_error("create", size))?;
+        rustix::fs::ftruncate(&fd, size.0).map_err(host_error("size", size))?;
         let seals = SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&fd, seals).map_err(host_error("seal"))?;
+        rustix::fs::fcntl_add_seals(&fd, seals).map_err(host_error("seal", size))?;
+        RamRegion::map_file(range, fd.into(), host_address)
+    }
+
+    /// Maps a file of the range's length.
+    pub(crate) fn map_file(
+        range: PageRange,
+        file: File,
+        host_address: Option<usize>,
+    ) -> Result<RamRegion, RamError> {
+        let size = range.pages().to_bytes();
         let length = usize::try_from(size.0).map_err(|_| RamError::Layout)?;
         let mut protection = ProtFlags::READ | ProtFlags::WRITE;
         let mut flags = MapFlags::SHARED | MapFlags::NORESERVE;
@@ -88,12 +98,13 @@ impl RamRegion {
         }
         let hint = ptr::without_provenance_mut(host_address.unwrap_or(0));
         // SAFETY: a new mapping that replaces no other one harms nobody.
-        let host = unsafe { rustix::mm::mmap(hint, length, protection, flags, &fd, 0) }
-            .map_err(host_error("map"))?;
-        let region = RamRegion { range, host: host.cast(), file: File::from(fd) };
+        let host = unsafe { rustix::mm::mmap(hint, length, protection, flags, &file, 0) }
+            .map_err(host_error("map", size))?;
+        let guarded = Some(martlet_raw_memory::guard(host.addr(), length));
+        let region = RamRegion { range, host: host.cast(), file, guarded };
         if host_address.is_some_and(|wanted| wanted != host.addr()) {
             // A kernel before 4.17 takes the address for a wish.
-            return Err(host_error("map")(rustix::io::Errno::EXIST));
+            return Err(host_error("map", size)(rustix::io::Errno::EXIST));
         }
         // Guest memory is large and need not be in this process's core dumps.
         // SAFETY: the range is the mapping made above.
@@ -118,7 +129,8 @@ impl RamRegion {
 
     /// The first byte of page `page` of this region in the host's address space. The pointer and
     /// the rest of the region behind it are valid while the region lives. The guest may write
-    /// there at any moment: hand it to the kernel, or copy with volatile reads.
+    /// there at any moment, and the page may be lost: hand it to the kernel, or use
+    /// [`martlet_raw_memory`].
     ///
     /// # Panics
     /// If `page` is not in the region.
@@ -129,6 +141,12 @@ impl RamRegion {
         unsafe { self.host.add((page * PAGE_SIZE) as usize) }
     }
 
+    /// Whether a page can be read now.
+    pub(crate) fn is_reachable(&self, page: u64) -> bool {
+        // SAFETY: a byte of the mapping, which lives as long as the region.
+        unsafe { martlet_raw_memory::is_reachable(self.host_ptr(page)) }
+    }
+
     /// The memfd behind the region: for KVM, for `SEEK_DATA`, for handing to another process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
@@ -137,10 +155,15 @@ impl RamRegion {
 
 impl Drop for RamRegion {
     fn drop(&mut self) {
+        self.guarded = None;
         let length = usize::try_from(self.len_bytes()).expect("was mapped with this length");
         // SAFETY: the mapping is this region's own and no pointer may outlive the region.
         let _ = unsafe { rustix::mm::munmap(self.host.cast(), length) };
     }
+}
+
+fn host_error(operation: &'static str, size: ByteCount) -> impl Fn(rustix::io::Errno) -> RamError {
+    move |error| RamError::Host { operation, size, source: error.into() }
 }
 
 /// All memory of a guest, in ascending order of address.
@@ -175,6 +198,12 @@ impl GuestRam {
         }
         let regions = layout.iter().map(|range| create(*range)).collect::<Result<_, _>>();
         Ok(GuestRam { regions: regions? })
+    }
+
+    /// One region on a file of its length.
+    #[cfg(test)]
+    pub(crate) fn on_file(range: PageRange, file: File) -> GuestRam {
+        GuestRam { regions: Box::new([RamRegion::map_file(range, file, None).unwrap()]) }
     }
 
     /// The regions; a [`RegionIndex`] is a place in this slice.

@@ -15,7 +15,8 @@ use std::io;
 const WALKS_MAX: u32 = 4;
 
 /// Sets the bit of each page of `region` that may hold data, and returns how many these are. The
-/// others are holes: never written, so zero, and they take no memory.
+/// others are holes: never written, so zero, and they take no memory. Pages behind the end of a
+/// file that was cut short may have held data: who sends them finds that they are lost.
 ///
 /// The answer is the file's, by `SEEK_DATA` and `SEEK_HOLE`, not the page tables'. In shared
 /// memory a page can hold data without any page table entry: once swapped out, its entry may be
@@ -40,18 +41,22 @@ const WALKS_MAX: u32 = 4;
 /// If `into` is not as long as the region.
 pub fn mark_touched(region: &RamRegion, into: &PageBitmap) -> io::Result<u64> {
     assert_eq!(into.pages(), region.pages(), "a bitmap of another region");
+    let end = u64::try_from(rustix::fs::fstat(region.fd())?.st_size).unwrap_or(0) / PAGE_SIZE;
+    let cut = end.min(region.pages())..region.pages();
+    into.set_range(cut.clone());
+    let lost = cut.end - cut.start;
     let mut found = 0;
     for _ in 0..WALKS_MAX {
         found = walk(region, into)?;
         if found >= pages_of_file(region)?.0 {
-            return Ok(found);
+            return Ok(found + lost);
         }
     }
     if collapse_hides_data() {
         into.set_range(0..region.pages());
         return Ok(region.pages());
     }
-    Ok(found)
+    Ok(found + lost)
 }
 
 /// One pass over the file, from data to hole to data.

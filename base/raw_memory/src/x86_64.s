@@ -1,0 +1,206 @@
+# Accesses to raw memory. All are leaves that use no stack, with the System V ABI's registers (3.2.3);
+# `fault.rs` sends a bus error within them to one of the ends below.
+
+.pushsection .text.martlet_raw_memory, "ax", @progbits
+.p2align 4
+.globl martlet_raw_memory_begin
+.hidden martlet_raw_memory_begin
+martlet_raw_memory_begin:
+
+# (to, from, bytes)
+.globl martlet_raw_memory_copy
+.hidden martlet_raw_memory_copy
+.type martlet_raw_memory_copy, @function
+martlet_raw_memory_copy:
+    mov rcx, rdx
+    cmp rdx, 8
+    ja 9f
+    je 8f
+    cmp rdx, 4
+    je 4f
+    cmp rdx, 2
+    je 2f
+9:
+    rep movsb
+    xor eax, eax
+    ret
+8:
+    mov rax, [rsi]
+    mov [rdi], rax
+    xor eax, eax
+    ret
+4:
+    mov eax, [rsi]
+    mov [rdi], eax
+    xor eax, eax
+    ret
+2:
+    movzx eax, word ptr [rsi]
+    mov [rdi], ax
+    xor eax, eax
+    ret
+
+# (to, bytes)
+.p2align 4
+.globl martlet_raw_memory_clear
+.hidden martlet_raw_memory_clear
+.type martlet_raw_memory_clear, @function
+martlet_raw_memory_clear:
+    mov rcx, rsi
+    xor eax, eax
+    rep stosb
+    ret
+
+# All zero checks look at the first cache line, which settles most pages with content, then go on from
+# the start to the end. Looking ahead at a line in the middle or at the end catches a few more pages
+# early, but cost a sixth of the speed on zero pages where it was measured, as the processor's
+# prefetcher follows ascending reads. So did prefetching by hand.
+
+# (page)
+.p2align 4
+.globl martlet_raw_memory_is_zero
+.hidden martlet_raw_memory_is_zero
+.type martlet_raw_memory_is_zero, @function
+martlet_raw_memory_is_zero:
+    mov rax, [rdi]
+    or rax, [rdi + 8]
+    or rax, [rdi + 16]
+    or rax, [rdi + 24]
+    or rax, [rdi + 32]
+    or rax, [rdi + 40]
+    or rax, [rdi + 48]
+    or rax, [rdi + 56]
+    jnz 3f
+    lea rcx, [rdi + 4096]
+    .p2align 4
+2:
+    mov rax, [rdi]
+    mov rdx, [rdi + 8]
+    mov r8, [rdi + 16]
+    mov r9, [rdi + 24]
+    or rax, [rdi + 32]
+    or rdx, [rdi + 40]
+    or r8, [rdi + 48]
+    or r9, [rdi + 56]
+    or rax, [rdi + 64]
+    or rdx, [rdi + 72]
+    or r8, [rdi + 80]
+    or r9, [rdi + 88]
+    or rax, [rdi + 96]
+    or rdx, [rdi + 104]
+    or r8, [rdi + 112]
+    or r9, [rdi + 120]
+    or rax, rdx
+    or r8, r9
+    or rax, r8
+    jnz 3f
+    sub rdi, -128
+    cmp rdi, rcx
+    jne 2b
+    mov eax, 1
+    ret
+3:
+    xor eax, eax
+    ret
+
+.globl martlet_raw_memory_wide
+.hidden martlet_raw_memory_wide
+martlet_raw_memory_wide:
+
+# The wide ones OR 512 bytes at a time into two accumulators, and leave the vector registers' upper
+# halves clean.
+
+# (page), AVX2
+.p2align 4
+.globl martlet_raw_memory_is_zero_avx2
+.hidden martlet_raw_memory_is_zero_avx2
+.type martlet_raw_memory_is_zero_avx2, @function
+martlet_raw_memory_is_zero_avx2:
+    vmovdqa ymm0, [rdi]
+    vpor ymm0, ymm0, [rdi + 32]
+    vptest ymm0, ymm0
+    jnz 3f
+    lea rcx, [rdi + 4096]
+    .p2align 4
+2:
+    vmovdqa ymm0, [rdi]
+    vmovdqa ymm1, [rdi + 32]
+    vpor ymm0, ymm0, [rdi + 64]
+    vpor ymm1, ymm1, [rdi + 96]
+    vpor ymm0, ymm0, [rdi + 128]
+    vpor ymm1, ymm1, [rdi + 160]
+    vpor ymm0, ymm0, [rdi + 192]
+    vpor ymm1, ymm1, [rdi + 224]
+    vpor ymm0, ymm0, [rdi + 256]
+    vpor ymm1, ymm1, [rdi + 288]
+    vpor ymm0, ymm0, [rdi + 320]
+    vpor ymm1, ymm1, [rdi + 352]
+    vpor ymm0, ymm0, [rdi + 384]
+    vpor ymm1, ymm1, [rdi + 416]
+    vpor ymm0, ymm0, [rdi + 448]
+    vpor ymm1, ymm1, [rdi + 480]
+    vpor ymm0, ymm0, ymm1
+    vptest ymm0, ymm0
+    jnz 3f
+    add rdi, 512
+    cmp rdi, rcx
+    jne 2b
+    mov eax, 1
+    vzeroupper
+    ret
+3:
+    xor eax, eax
+    vzeroupper
+    ret
+
+# (page), AVX-512F
+.p2align 4
+.globl martlet_raw_memory_is_zero_avx512
+.hidden martlet_raw_memory_is_zero_avx512
+.type martlet_raw_memory_is_zero_avx512, @function
+martlet_raw_memory_is_zero_avx512:
+    vmovdqa64 zmm0, [rdi]
+    vptestmq k1, zmm0, zmm0
+    kortestw k1, k1
+    jnz 3f
+    lea rcx, [rdi + 4096]
+    .p2align 4
+2:
+    vmovdqa64 zmm0, [rdi]
+    vmovdqa64 zmm1, [rdi + 64]
+    vporq zmm0, zmm0, [rdi + 128]
+    vporq zmm1, zmm1, [rdi + 192]
+    vporq zmm0, zmm0, [rdi + 256]
+    vporq zmm1, zmm1, [rdi + 320]
+    vporq zmm0, zmm0, [rdi + 384]
+    vporq zmm1, zmm1, [rdi + 448]
+    vporq zmm0, zmm0, zmm1
+    vptestmq k1, zmm0, zmm0
+    kortestw k1, k1
+    jnz 3f
+    add rdi, 512
+    cmp rdi, rcx
+    jne 2b
+    mov eax, 1
+    vzeroupper
+    ret
+3:
+    xor eax, eax
+    vzeroupper
+    ret
+
+.globl martlet_raw_memory_end
+.hidden martlet_raw_memory_end
+martlet_raw_memory_end:
+
+# Where a fault ends.
+.globl martlet_raw_memory_wide_fault
+.hidden martlet_raw_memory_wide_fault
+martlet_raw_memory_wide_fault:
+    vzeroupper
+.globl martlet_raw_memory_fault
+.hidden martlet_raw_memory_fault
+martlet_raw_memory_fault:
+    mov eax, 2
+    ret
+.popsection

@@ -1,0 +1,46 @@
+//! Pages that are lost on purpose.
+#![allow(unsafe_code)]
+// UNSAFETY: puts an empty file in the place of a page of guest memory.
+
+use crate::{GuestRam, PAGE_BYTES, RegionIndex};
+use martlet_units::PAGE_SIZE;
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// A page that this process can't reach through its mapping, until the drop heals it: every touch
+/// is a bus error, as if the file had been cut short. The file itself keeps the page.
+#[derive(Debug)]
+pub struct Spoiled {
+    ram: Arc<GuestRam>,
+    region: RegionIndex,
+    page: u64,
+}
+
+impl Spoiled {
+    /// Spoils a page.
+    pub fn new(ram: &Arc<GuestRam>, region: RegionIndex, page: u64) -> Spoiled {
+        let empty = rustix::fs::memfd_create("lost", MemfdFlags::CLOEXEC).expect("a memfd");
+        let spoiled = Spoiled { ram: Arc::clone(ram), region, page };
+        spoiled.map(&empty, 0);
+        spoiled
+    }
+
+    fn map(&self, file: impl AsFd, offset: u64) {
+        let at = self.ram.regions()[usize::from(self.region.0)].host_ptr(self.page);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: one page of the region's mapping gets another file's. Guest memory is only
+        // reached by raw pointers, whose users must expect that anything is there.
+        unsafe { rustix::mm::mmap(at.cast(), PAGE_BYTES, protection, flags, file, offset) }
+            .expect("a page is mapped");
+    }
+}
+
+impl Drop for Spoiled {
+    fn drop(&mut self) {
+        let region = &self.ram.regions()[usize::from(self.region.0)];
+        self.map(region.fd(), self.page * PAGE_SIZE);
+    }
+}
