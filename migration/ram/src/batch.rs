@@ -75,6 +75,11 @@ impl<'ram> PageBatch<'ram> {
         }
     }
 
+    /// The memory whose pages it collects.
+    pub fn ram(&self) -> &'ram GuestRam {
+        self.ram
+    }
+
     /// Limits the content of a batch, so that a channel with a bandwidth limit sends small pieces.
     /// Rounded down to whole pages, and to between one page and [`BYTES_MAX`]. What is already in
     /// stays.

@@ -1,7 +1,6 @@
 //! Pages that the host can't give any more.
 
 use crate::{GuestRam, RegionIndex};
-use martlet_raw_memory::is_reachable;
 use martlet_units::Gfn;
 use std::io;
 

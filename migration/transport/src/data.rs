@@ -1,9 +1,11 @@
 //! A data channel: pages straight from guest memory into guest memory, and barriers.
 
 use crate::Stream;
-use crate::funnel::Funnel;
+use crate::funnel::{Funnel, FunnelError};
 use crate::raw::{Outgoing, Room};
-use martlet_ram::{BadRun, GuestRam, PageBatch, Placer, RegionIndex, RunKind, Target};
+use martlet_ram::{
+    BadRun, GuestRam, LostPage, PageBatch, PlaceError, Placer, RegionIndex, Run, RunKind, Target,
+};
 use martlet_units::{ByteCount, PAGE_SIZE};
 use martlet_wire::pages::{
     self, PAGES_HEADER_BYTES, PagesError, PagesFrame, PagesHeader, RUNS_BYTES_MAX, RUNS_MAX,
@@ -31,6 +33,10 @@ impl PageSender {
 
     /// Sends a batch that is not empty, as one frame, straight from guest memory. A page that
     /// the guest changes meanwhile may arrive torn: it is dirty then, and comes again.
+    ///
+    /// # Errors
+    /// A [`LostPage`] (see [`LostPage::of`]) if this host can't read a page of the batch, else what
+    /// the connection said. Part of the frame may be sent: the channel is of no more use.
     pub fn send(&mut self, round: u32, batch: &PageBatch<'_>) -> io::Result<ByteCount> {
         self.entries.clear();
         self.entries.extend(batch.runs().iter().map(|run| match run.kind {
@@ -44,7 +50,10 @@ impl PageSender {
         for slice in batch.slices() {
             pieces.push(slice);
         }
-        send_all(&self.stream, pieces)
+        send_all(&self.stream, pieces).map_err(|error| {
+            let lost = is_bad_memory(&error).then(|| first_lost(batch)).flatten();
+            lost.map_or(error, io::Error::from)
+        })
     }
 
     /// Ends a round: whatever was sent before it is in place when the peer reads it.
@@ -69,7 +78,20 @@ fn send_all(stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> 
     Ok(ByteCount(bytes))
 }
 
-/// Why a channel can't go on. All but `Closed` and `Io` are the peer's fault.
+/// Whether the kernel met memory that it could not read or write (poison: `EHWPOISON`).
+fn is_bad_memory(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EHWPOISON))
+}
+
+fn first_lost(batch: &PageBatch<'_>) -> Option<LostPage> {
+    let mut data = batch.runs().iter().filter(|run| run.kind == RunKind::Data);
+    data.find_map(|Run { region, first_page, count, .. }| {
+        batch.ram().first_lost(*region, *first_page, *count)
+    })
+}
+
+/// Why a channel can't go on. `Lost` is this host's fault; all others but `Closed` and `Io` are the
+/// peer's.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PagesReceiveError {
@@ -85,6 +107,18 @@ pub enum PagesReceiveError {
     /// A run outside guest memory.
     #[error("the peer broke the protocol: {0}")]
     Run(#[from] BadRun),
+    /// A page that this host can't write.
+    #[error(transparent)]
+    Lost(#[from] LostPage),
+}
+
+impl From<PlaceError> for PagesReceiveError {
+    fn from(error: PlaceError) -> PagesReceiveError {
+        match error {
+            PlaceError::Run(run) => PagesReceiveError::Run(run),
+            PlaceError::Lost(page) => PagesReceiveError::Lost(page),
+        }
+    }
 }
 
 /// What [`PageReceiver::advance`] met.
@@ -181,14 +215,18 @@ impl Payload {
             self.file = Some(*region);
             self.next += 1;
         }
-        let Some(region) = self.file.and_then(|region| placer.ram().region(region)) else {
-            return self.fill_memory(stream, placer.ram());
+        let ram = placer.ram();
+        let Some((index, region)) = self.file.and_then(|at| Some((at, ram.region(at)?))) else {
+            return self.fill_memory(stream, ram);
         };
         let got = self.funnel.advance(stream.as_fd(), region.fd());
         if self.funnel.is_done() {
             self.file = None;
         }
-        got.map_err(PagesReceiveError::Io)
+        got.map_err(|error| match error {
+            FunnelError::Socket(error) => PagesReceiveError::Io(error),
+            FunnelError::File { offset } => ram.lost(index, offset / PAGE_SIZE).into(),
+        })
     }
 
     /// Fills the runs up to the next one for the file.
@@ -204,7 +242,10 @@ impl Payload {
             memory.advance(std::mem::take(&mut done));
             pieces.push(&memory);
         }
-        let got = pieces.receive(stream.as_fd()).map_err(PagesReceiveError::Io)?;
+        let got = pieces.receive(stream.as_fd()).map_err(|error| {
+            let lost = is_bad_memory(&error).then(|| self.first_lost(ram)).flatten();
+            lost.map_or(PagesReceiveError::Io(error), PagesReceiveError::Lost)
+        })?;
         self.done += got;
         while let Some(Piece::Memory { count, .. }) = self.runs.get(self.next)
             && let Some(more) = self.done.checked_sub(bytes_of(*count))
@@ -213,6 +254,18 @@ impl Payload {
             self.next += 1;
         }
         Ok(got)
+    }
+}
+
+impl Payload {
+    /// The first lost page of the runs that are to be filled.
+    fn first_lost(&self, ram: &GuestRam) -> Option<LostPage> {
+        self.runs.iter().skip(self.next).find_map(|piece| match *piece {
+            Piece::Memory { region, first_page, count } => {
+                ram.first_lost(region, first_page, count)
+            }
+            Piece::File { .. } => None,
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Pages over a socket pair, in whole and in pieces, and what strangers send.
 
 use super::*;
+use martlet_ram::testing::Spoiled;
 use martlet_ram::{Chunk, ChunkBits, ZeroCheck};
 use martlet_units::{Gfn, PageCount, PageRange};
 use std::os::unix::net::UnixStream;
@@ -175,4 +176,67 @@ fn strangers_and_hangers_up_are_told_apart() {
     let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram()))).unwrap();
     drop(here);
     assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Closed)));
+}
+
+fn send_pages(sender: &mut PageSender, ram: &GuestRam, pages: &[u32]) -> io::Result<ByteCount> {
+    let mut chunk = chunk(ram, pages);
+    let zero = chunk.zero_pages(ram, &ZeroCheck::detect());
+    let mut batch = PageBatch::new(ram);
+    assert_eq!(batch.push_chunk(&mut chunk, &zero), martlet_ram::Pushed::All);
+    sender.send(0, &batch)
+}
+
+#[test]
+fn a_lost_page_that_is_to_be_sent_is_named() {
+    let source = ram();
+    (0..100).for_each(|page| fill(&source, page, 7));
+    let pages: Vec<u32> = (0..100).collect();
+    let _spoiled = Spoiled::new(&source, RegionIndex(0), 60);
+    let (here, _there) = pair();
+    let error = send_pages(&mut PageSender::new(here), &source, &pages).unwrap_err();
+    let lost = LostPage { region: 0, page: 60, gfn: Gfn(60) };
+    assert_eq!(LostPage::of(&error), Some(lost), "{error}");
+    // By TCP the kernel takes what comes before it first.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let mut sender = PageSender::new(Stream::from_tcp(here).unwrap());
+    let error = send_pages(&mut sender, &source, &pages).unwrap_err();
+    assert_eq!(LostPage::of(&error), Some(lost), "{error}");
+    // What does not need it goes.
+    let (here, _there) = pair();
+    send_pages(&mut PageSender::new(here), &source, &pages[..60]).unwrap();
+}
+
+/// Receives pages into memory that has them already, so through the mapping.
+fn receive_again(
+    pages: &[u32],
+    byte: u8,
+    spoil: impl FnOnce(&Arc<GuestRam>) -> Option<Spoiled>,
+) -> Result<u32, PagesReceiveError> {
+    let (source, destination) = (ram(), ram());
+    let placer = Arc::new(Placer::new(Arc::clone(&destination)));
+    for page in pages {
+        placer.data_target(RegionIndex(0), u64::from(*page), 1).unwrap();
+        fill(&source, u64::from(*page), byte);
+    }
+    let _spoiled = spoil(&destination);
+    let (here, there) = pair();
+    let mut receiver = PageReceiver::new(there, placer).unwrap();
+    let mut sender = PageSender::new(here);
+    send_pages(&mut sender, &source, pages).unwrap();
+    sender.barrier(0).unwrap();
+    receive_round(&mut receiver)
+}
+
+#[test]
+fn a_lost_page_that_is_to_be_written_is_named() {
+    let pages: Vec<u32> = (0..40).chain([50, 60]).collect();
+    // With content, by the mapping; and as zero.
+    for byte in [7, 0] {
+        let spoil = |ram: &Arc<GuestRam>| Some(Spoiled::new(ram, RegionIndex(0), 50));
+        let error = receive_again(&pages, byte, spoil).unwrap_err();
+        let PagesReceiveError::Lost(lost) = error else { panic!("{error}") };
+        assert_eq!((lost.page, lost.gfn), (50, Gfn(50)));
+        assert_eq!(receive_again(&pages, byte, |_| None).unwrap(), 0);
+    }
 }

@@ -1,6 +1,7 @@
 //! From a socket into a file inside the kernel.
 
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -21,6 +22,16 @@ pub(crate) struct Funnel {
     offset: u64,
     /// Bytes that are still to be taken from the socket.
     left: u64,
+}
+
+/// Which end failed.
+#[derive(Debug)]
+pub(crate) enum FunnelError {
+    Socket(io::Error),
+    /// The file takes no byte here: memory that can't be had.
+    File {
+        offset: u64,
+    },
 }
 
 impl Funnel {
@@ -44,19 +55,20 @@ impl Funnel {
     }
 
     /// Moves on what the socket has now; how many bytes were taken from it. `WouldBlock` if it
-    /// has none, `UnexpectedEof` at its end.
+    /// has none, `UnexpectedEof` at its end, unless it is the file that fails.
     pub(crate) fn advance(
         &mut self,
         socket: BorrowedFd<'_>,
         file: BorrowedFd<'_>,
-    ) -> io::Result<usize> {
+    ) -> Result<usize, FunnelError> {
         let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
         let mut taken = 0;
         if self.held == 0 {
             let piece = usize::try_from(self.left.min(self.capacity)).unwrap_or(PIPE_BYTES);
-            taken = rustix::pipe::splice(socket, None, &self.write, None, piece, flags)?;
+            taken = rustix::pipe::splice(socket, None, &self.write, None, piece, flags)
+                .map_err(|errno| FunnelError::Socket(errno.into()))?;
             if taken == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
+                return Err(FunnelError::Socket(io::ErrorKind::UnexpectedEof.into()));
             }
             self.left -= taken as u64;
             self.held = taken as u64;
@@ -64,14 +76,41 @@ impl Funnel {
         while self.held > 0 {
             let mut offset = self.offset;
             let piece = usize::try_from(self.held).unwrap_or(PIPE_BYTES);
-            let moved =
-                rustix::pipe::splice(&self.read, None, file, Some(&mut offset), piece, flags)?;
-            if moved == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
+            match rustix::pipe::splice(&self.read, None, file, Some(&mut offset), piece, flags) {
+                Ok(moved @ 1..) => {
+                    self.offset = offset;
+                    self.held -= moved as u64;
+                }
+                Err(Errno::INTR) => {}
+                Ok(0) | Err(_) => return Err(FunnelError::File { offset: self.offset }),
             }
-            self.offset = offset;
-            self.held -= moved as u64;
         }
         Ok(taken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, SealFlags};
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_file_that_takes_nothing_is_told_from_a_socket_that_gives_nothing() {
+        let file = rustix::fs::memfd_create("f", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&file, 8192).unwrap();
+        let (mut near, far) = UnixStream::pair().unwrap();
+        far.set_nonblocking(true).unwrap();
+        let mut funnel = Funnel::new().unwrap();
+        funnel.begin(4096, 4096);
+        let mut advance = || funnel.advance(far.as_fd(), file.as_fd());
+        assert!(matches!(advance(), Err(FunnelError::Socket(_))));
+        near.write_all(&[1; 1000]).unwrap();
+        assert!(matches!(advance(), Ok(1000)));
+        rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE).unwrap();
+        near.write_all(&[1; 1000]).unwrap();
+        assert!(matches!(advance(), Err(FunnelError::File { offset: 5096 })));
     }
 }

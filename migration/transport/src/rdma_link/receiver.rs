@@ -9,7 +9,7 @@ use crate::Wake;
 use crate::data::{Arrival, PageReceiver};
 use crate::rdma::{Destination, DestinationAction, PageSpan, QueueIndex, Registered, RemoteKey};
 use crate::stream::{Stream, monotonic_now, wait_any};
-use martlet_ram::{GuestRam, Placer};
+use martlet_ram::{GuestRam, PlaceError, Placer};
 use martlet_units::Instant;
 use martlet_verbs::{Access, Completion, Side, Status};
 use martlet_wire::rdma::{Door, RdmaMessage, Terms};
@@ -355,8 +355,10 @@ impl Link {
                 None => self.destination.on_deregistered(unit),
             },
             DestinationAction::Zero { sequence, ranges } => {
-                ranges.iter().for_each(|range| make_zero(placer, *range));
-                self.destination.on_zeroed(sequence);
+                match ranges.iter().try_for_each(|range| make_zero(placer, *range)) {
+                    Ok(()) => self.destination.on_zeroed(sequence),
+                    Err(error) => self.lost = Some(error.to_string()),
+                }
             }
             DestinationAction::PostReceive(queue) => {
                 if let Some(nic) = &mut self.nic
@@ -395,14 +397,13 @@ fn mark_filled(placer: &Placer, pages: PageSpan) {
 /// Makes pages zero without giving any of them back to the host. Where a unit was never
 /// registered they are zero already, and stay holes. Registered pages may be written again at any
 /// time, unseen.
-fn make_zero(placer: &Placer, pages: PageSpan) {
+fn make_zero(placer: &Placer, pages: PageSpan) -> Result<(), PlaceError> {
     for (first, count) in parts(pages, ZERO_PAGES_MAX) {
-        let cleared = placer.zero(pages.region(), first, count);
-        if cleared.expect("checked against the layout").0 > 0 {
-            let part = placer.data_target(pages.region(), first, count);
-            part.expect("checked against the layout");
+        if placer.zero(pages.region(), first, count)?.0 > 0 {
+            placer.data_target(pages.region(), first, count)?;
         }
     }
+    Ok(())
 }
 
 /// Cuts pages into parts: first page and count.
