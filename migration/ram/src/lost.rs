@@ -8,8 +8,9 @@ use std::io;
 /// never touch it and runs on; but it can't be moved, and nothing can be moved there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "this host lost guest page {gfn} (page {page} of memory region {region}): its hardware memory \
-     is poisoned, or what backs it was cut short or is full; see the kernel's log"
+    "guest page {gfn} (page {page} of memory region {region}) can't be read or written: the \
+     hardware memory is poisoned, or what backs it was cut short or is full; see the host's kernel \
+     log"
 )]
 pub struct LostPage {
     /// The region.

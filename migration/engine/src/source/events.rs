@@ -1,7 +1,9 @@
 //! What other threads tell the source's driver.
 
+use martlet_ram::LostPage;
 use martlet_transport::{Stream, Target};
 use martlet_wire::control::Answer;
+use std::io;
 
 #[derive(Debug)]
 pub(super) enum Event {
@@ -13,13 +15,25 @@ pub(super) enum Event {
     /// One lane sent everything of a round, and the barrier behind it.
     BarrierSent { round: u32 },
     /// The digest of this side's memory.
-    Digested(std::io::Result<[u8; 32]>),
+    Digested(io::Result<[u8; 32]>),
     /// A lane can't go on.
     LaneLost { reason: String },
+    /// A page that was to be sent can't be read.
+    PageLost(LostPage),
     /// The owner's wishes have changed: [`super::shared::Shared`] has them.
     Owner,
     /// The owner wants an undecided migration settled.
     Resolve,
     /// What the destination said of an undecided migration, or why it said nothing.
     Asked(Result<Answer, String>),
+}
+
+impl Event {
+    /// What a lane's error is: this host's or the connection's.
+    pub(super) fn of_lane(what: &str, error: &io::Error) -> Event {
+        match LostPage::of(error) {
+            Some(page) => Event::PageLost(page),
+            None => Event::LaneLost { reason: format!("{what}: {error}") },
+        }
+    }
 }

@@ -7,6 +7,7 @@ use martlet_engine::{
     SourceVmm, VmmError,
 };
 use martlet_protocol::RunPermit;
+use martlet_ram::testing::Spoiled;
 use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError};
 use martlet_transport::monotonic_now;
 use martlet_units::{Gfn, Instant, PAGE_SIZE, PageCount, PageRange};
@@ -424,6 +425,9 @@ pub struct FakeFactory {
     /// Machines get a card.
     pub plug: AtomicBool,
     pub fail_resume: AtomicBool,
+    /// This page of region 0 is lost in the next machine.
+    pub lose: Mutex<Option<u64>>,
+    pub lost: Mutex<Option<Spoiled>>,
 }
 
 impl DestinationFactory for FakeFactory {
@@ -443,6 +447,8 @@ impl DestinationFactory for FakeFactory {
             let fails = self.fail_resume.load(Ordering::SeqCst);
             vmm.device.fail_resume.store(fails, Ordering::SeqCst);
         }
+        let lose = self.lose.lock().unwrap().take();
+        *self.lost.lock().unwrap() = lose.map(|page| Spoiled::new(&vmm.ram, RegionIndex(0), page));
         *self.last.lock().unwrap() = Some(Arc::clone(&vmm));
         Ok(vmm)
     }

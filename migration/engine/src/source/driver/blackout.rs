@@ -62,10 +62,7 @@ impl Driver<'_> {
         }
         match lanes.send_now(&mut self.batch, &self.last_chunks, number) {
             Ok(()) => self.end_last_round(number),
-            Err(error) => {
-                let reason = format!("a data channel broke: {error}");
-                self.tell(SourceEvent::ChannelLost { reason });
-            }
+            Err(error) => self.on_own_event(Event::of_lane("a data channel broke", &error)),
         }
     }
 

@@ -73,7 +73,7 @@ impl Driver<'_> {
         wait_any(&mut fds[..watched], limit).map(drop)
     }
 
-    fn on_own_event(&mut self, event: Event) {
+    pub(super) fn on_own_event(&mut self, event: Event) {
         match event {
             // Connected once, before there was a driver. The owner's wishes are looked at apart.
             Event::Connected(_) | Event::Owner => {}
@@ -93,6 +93,9 @@ impl Driver<'_> {
             Event::Digested(Ok(digest)) => self.tell(SourceEvent::OwnDigest(digest)),
             Event::Digested(Err(error)) => self.host_failed("cannot digest guest memory", &error),
             Event::LaneLost { reason } => self.tell(SourceEvent::ChannelLost { reason }),
+            Event::PageLost(page) => {
+                self.tell(SourceEvent::HostFailed { reason: page.to_string() });
+            }
             Event::Resolve => self.ask_fate(),
             Event::Asked(answer) => self.on_answer(answer),
         }

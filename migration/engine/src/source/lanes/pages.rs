@@ -228,10 +228,7 @@ fn run(
     mut finder: Box<dyn ZeroFinder>,
 ) {
     if let Err(error) = serve(lane, work, common, finder.as_mut()) {
-        common
-            .shared
-            .events
-            .post(Event::LaneLost { reason: format!("a data channel broke: {error}") });
+        common.shared.events.post(Event::of_lane("a data channel broke", &error));
     }
 }
 

@@ -409,8 +409,7 @@ fn run(
     if let Err(error) = serve(state, gate, work, common, finder.as_mut())
         && !common.stop.load(Ordering::Relaxed)
     {
-        let reason = format!("the RDMA channel broke: {error}");
-        common.shared.events.post(Event::LaneLost { reason });
+        common.shared.events.post(Event::of_lane("the RDMA channel broke", &error));
     }
 }
 
