@@ -12,7 +12,6 @@ use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-#[cfg(target_arch = "x86_64")]
 core::arch::global_asm!(include_str!("x86_64.s"), options(raw));
 
 /// Most pieces of memory that are guarded at once in a process. Of more than these only the
@@ -48,12 +47,8 @@ pub struct Guarded {
 /// process; see [`take_poisoned`]. The first call installs the process's handler of SIGBUS.
 pub fn guard(start: usize, bytes: usize) -> Guarded {
     PREVIOUS.get_or_init(|| {
-        if cfg!(target_arch = "x86_64") {
-            // SAFETY: the handler only does what handlers may.
-            unsafe { Previous::replace(libc::SIGBUS, on_bus_error) }.ok()
-        } else {
-            None
-        }
+        // SAFETY: the handler only does what handlers may.
+        unsafe { Previous::replace(libc::SIGBUS, on_bus_error) }.ok()
     });
     let change = CHANGE.lock().unwrap_or_else(PoisonError::into_inner);
     let slot = SLOTS.iter().position(|slot| slot.start.load(Ordering::Relaxed) == 0);
@@ -114,78 +109,58 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod imp {
-    use super::{c_int, c_void};
+unsafe extern "C" {
+    static martlet_raw_memory_begin: u8;
+    static martlet_raw_memory_wide: u8;
+    static martlet_raw_memory_end: u8;
+    static martlet_raw_memory_fault: u8;
+    static martlet_raw_memory_wide_fault: u8;
+}
 
-    unsafe extern "C" {
-        static martlet_raw_memory_begin: u8;
-        static martlet_raw_memory_wide: u8;
-        static martlet_raw_memory_end: u8;
-        static martlet_raw_memory_fault: u8;
-        static martlet_raw_memory_wide_fault: u8;
-    }
+#[expect(clippy::cast_sign_loss, reason = "an enumeration of register numbers")]
+const RIP: usize = libc::REG_RIP as c_int as usize;
 
-    #[expect(clippy::cast_sign_loss, reason = "an enumeration of register numbers")]
-    const RIP: usize = libc::REG_RIP as c_int as usize;
-
-    /// If an access of this crate was interrupted, has it return the answer for a fault.
-    ///
-    /// # Safety
-    /// `context` is what the kernel passed to a handler.
-    pub(super) unsafe fn leave_access(context: *mut c_void) -> bool {
-        // SAFETY: only the labels' addresses are used; the caller's promise for the context.
-        unsafe {
-            let begin = (&raw const martlet_raw_memory_begin).addr();
-            let wide = (&raw const martlet_raw_memory_wide).addr();
-            let end = (&raw const martlet_raw_memory_end).addr();
-            let rip = rip(context);
-            let target = if (begin..wide).contains(&rip) {
-                &raw const martlet_raw_memory_fault
-            } else if (wide..end).contains(&rip) {
-                &raw const martlet_raw_memory_wide_fault
-            } else {
-                return false;
-            };
-            let context = context.cast::<libc::ucontext_t>();
-            (*context).uc_mcontext.gregs[RIP] = target.addr().cast_signed() as i64;
-            true
-        }
-    }
-
-    /// Whether the kernel was on its way back from a system call.
-    ///
-    /// # Safety
-    /// As for `leave_access`.
-    pub(super) unsafe fn is_after_system_call(context: *mut c_void) -> bool {
-        const SYSCALL: [u8; 2] = [0x0f, 0x05];
-        // SAFETY: the caller's promise. The page of the interrupted instruction is mapped, and only
-        // bytes of that page are read.
-        unsafe {
-            let rip = rip(context);
-            rip % 4096 >= 2
-                && core::ptr::with_exposed_provenance::<[u8; 2]>(rip - 2).read_volatile() == SYSCALL
-        }
-    }
-
-    unsafe fn rip(context: *mut c_void) -> usize {
-        // SAFETY: the caller's promise.
-        let rip = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[RIP] };
-        usize::try_from(rip).unwrap_or(0)
+/// If an access of this crate was interrupted, has it return the answer for a fault.
+///
+/// # Safety
+/// `context` is what the kernel passed to a handler.
+unsafe fn leave_access(context: *mut c_void) -> bool {
+    // SAFETY: only the labels' addresses are used; the caller's promise for the context.
+    unsafe {
+        let begin = (&raw const martlet_raw_memory_begin).addr();
+        let wide = (&raw const martlet_raw_memory_wide).addr();
+        let end = (&raw const martlet_raw_memory_end).addr();
+        let rip = rip(context);
+        let target = if (begin..wide).contains(&rip) {
+            &raw const martlet_raw_memory_fault
+        } else if (wide..end).contains(&rip) {
+            &raw const martlet_raw_memory_wide_fault
+        } else {
+            return false;
+        };
+        let context = context.cast::<libc::ucontext_t>();
+        (*context).uc_mcontext.gregs[RIP] = target.addr().cast_signed() as i64;
+        true
     }
 }
 
-#[cfg(not(target_arch = "x86_64"))]
-mod imp {
-    use super::c_void;
-
-    pub(super) unsafe fn leave_access(_context: *mut c_void) -> bool {
-        false
-    }
-
-    pub(super) unsafe fn is_after_system_call(_context: *mut c_void) -> bool {
-        false
+/// Whether the kernel was on its way back from a system call.
+///
+/// # Safety
+/// As for `leave_access`.
+unsafe fn is_after_system_call(context: *mut c_void) -> bool {
+    const SYSCALL: [u8; 2] = [0x0f, 0x05];
+    // SAFETY: the caller's promise. The page of the interrupted instruction is mapped, and only
+    // bytes of that page are read.
+    unsafe {
+        let rip = rip(context);
+        rip % 4096 >= 2
+            && core::ptr::with_exposed_provenance::<[u8; 2]>(rip - 2).read_volatile() == SYSCALL
     }
 }
 
-use imp::{is_after_system_call, leave_access};
+unsafe fn rip(context: *mut c_void) -> usize {
+    // SAFETY: the caller's promise.
+    let rip = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[RIP] };
+    usize::try_from(rip).unwrap_or(0)
+}

@@ -10,8 +10,9 @@
 //! process, once, at its first call. What does not concern the functions here or guarded memory
 //! goes on to the handler that was there before. A program that installs its own handler later
 //! must call the one it replaces (as with every handler, and as this one does).
-//!
-//! Elsewhere than on x86-64 the accesses are the same but not protected.
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("accesses to raw memory are written for x86-64 only");
 
 mod access;
 mod fault;

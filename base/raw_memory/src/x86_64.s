@@ -13,30 +13,35 @@ martlet_raw_memory_begin:
 .type martlet_raw_memory_copy, @function
 martlet_raw_memory_copy:
     mov rcx, rdx
-    cmp rdx, 8
-    ja 9f
-    je 8f
-    cmp rdx, 4
-    je 4f
-    cmp rdx, 2
-    je 2f
-9:
-    rep movsb
-    xor eax, eax
-    ret
-8:
+    shr rcx, 3
+    jz 3f
+2:
     mov rax, [rsi]
     mov [rdi], rax
-    xor eax, eax
-    ret
-4:
+    add rsi, 8
+    add rdi, 8
+    dec rcx
+    jnz 2b
+3:
+    test dl, 4
+    jz 4f
     mov eax, [rsi]
     mov [rdi], eax
-    xor eax, eax
-    ret
-2:
+    add rsi, 4
+    add rdi, 4
+4:
+    test dl, 2
+    jz 5f
     movzx eax, word ptr [rsi]
     mov [rdi], ax
+    add rsi, 2
+    add rdi, 2
+5:
+    test dl, 1
+    jz 6f
+    movzx eax, byte ptr [rsi]
+    mov [rdi], al
+6:
     xor eax, eax
     ret
 

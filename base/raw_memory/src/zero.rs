@@ -16,10 +16,8 @@ enum Width {
     /// 64 bits at a time.
     Words,
     /// 256 bits at a time.
-    #[cfg(target_arch = "x86_64")]
     Avx2,
     /// 512 bits at a time.
-    #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
@@ -29,18 +27,12 @@ impl ZeroTest {
 
     /// 256 bits at a time, if this processor has AVX2.
     pub fn avx2() -> Option<ZeroTest> {
-        #[cfg(target_arch = "x86_64")]
-        return std::arch::is_x86_feature_detected!("avx2").then_some(ZeroTest(Width::Avx2));
-        #[cfg(not(target_arch = "x86_64"))]
-        None
+        std::arch::is_x86_feature_detected!("avx2").then_some(ZeroTest(Width::Avx2))
     }
 
     /// 512 bits at a time, if this processor has AVX-512F.
     pub fn avx512() -> Option<ZeroTest> {
-        #[cfg(target_arch = "x86_64")]
-        return std::arch::is_x86_feature_detected!("avx512f").then_some(ZeroTest(Width::Avx512));
-        #[cfg(not(target_arch = "x86_64"))]
-        None
+        std::arch::is_x86_feature_detected!("avx512f").then_some(ZeroTest(Width::Avx512))
     }
 
     /// Whether all 4096 bytes are zero. Reads a page with content only as far as it must, so it may
@@ -55,11 +47,9 @@ impl ZeroTest {
         // SAFETY: the caller's promise; this value exists only where the instructions do.
         let answer = unsafe {
             match self.0 {
-                Width::Words => imp::martlet_raw_memory_is_zero(page),
-                #[cfg(target_arch = "x86_64")]
-                Width::Avx2 => imp::martlet_raw_memory_is_zero_avx2(page),
-                #[cfg(target_arch = "x86_64")]
-                Width::Avx512 => imp::martlet_raw_memory_is_zero_avx512(page),
+                Width::Words => martlet_raw_memory_is_zero(page),
+                Width::Avx2 => martlet_raw_memory_is_zero_avx2(page),
+                Width::Avx512 => martlet_raw_memory_is_zero_avx512(page),
             }
         };
         match answer {
@@ -70,24 +60,11 @@ impl ZeroTest {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod imp {
-    // 1 if the page is zero, 0 if it is not, something else after a fault.
-    unsafe extern "sysv64" {
-        pub(super) fn martlet_raw_memory_is_zero(page: *const u8) -> u32;
-        pub(super) fn martlet_raw_memory_is_zero_avx2(page: *const u8) -> u32;
-        pub(super) fn martlet_raw_memory_is_zero_avx512(page: *const u8) -> u32;
-    }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-mod imp {
-    use super::PAGE_BYTES;
-    use core::sync::atomic::{AtomicU64, Ordering};
-
-    pub(super) unsafe fn martlet_raw_memory_is_zero(page: *const u8) -> u32 {
-        let words = page.cast_mut().cast::<u64>();
-        let word = |at| unsafe { AtomicU64::from_ptr(words.add(at)) }.load(Ordering::Relaxed);
-        u32::from((0..PAGE_BYTES / size_of::<u64>()).all(|at| word(at) == 0))
-    }
+unsafe extern "sysv64" {
+    /// 1 if the page is zero, 0 if it is not, something else after a fault.
+    fn martlet_raw_memory_is_zero(page: *const u8) -> u32;
+    /// The same.
+    fn martlet_raw_memory_is_zero_avx2(page: *const u8) -> u32;
+    /// The same.
+    fn martlet_raw_memory_is_zero_avx512(page: *const u8) -> u32;
 }

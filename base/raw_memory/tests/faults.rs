@@ -2,11 +2,15 @@
 #![allow(unsafe_code)]
 // UNSAFETY: maps a file and cuts it short, to touch what is behind its end.
 
-use martlet_raw_memory::{Guarded, MemoryFault, ZeroTest, clear, guard, is_reachable, read, write};
+use martlet_raw_memory::{
+    Guarded, MemoryFault, ZeroTest, clear, guard, is_reachable, read, take_poisoned, write,
+};
+use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::OwnedFd;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const PAGE: usize = 4096;
 
@@ -93,6 +97,57 @@ fn what_begins_well_and_runs_into_it_is_an_error() {
     }
 }
 
+proptest! {
+    #[test]
+    fn what_is_copied_is_what_was_there(
+        offset in 0..32_usize, bytes in prop::collection::vec(any::<u8>(), 0..100),
+    ) {
+        let pages = Pages::new();
+        let mut all = [0; 200];
+        let mut into = vec![0; bytes.len()];
+        // SAFETY: as in `all`.
+        unsafe {
+            write(pages.at(offset), &bytes).unwrap();
+            read(pages.at(offset), &mut into).unwrap();
+            read(pages.at(0), &mut all).unwrap();
+        }
+        prop_assert_eq!(&into, &bytes);
+        let end = offset + bytes.len();
+        prop_assert_eq!(&all[offset..end], &bytes[..]);
+        prop_assert!(all[..offset].iter().chain(&all[end..]).all(|byte| *byte == 0));
+    }
+}
+
+/// Another thread writes words at every size and alignment, each with the same byte throughout.
+#[test]
+fn aligned_words_are_read_whole() {
+    let pages = Pages::new();
+    let word = pages.at(40).cast::<AtomicU64>();
+    let stop = AtomicBool::new(false);
+    // SAFETY: an aligned word of a page that lives as long as the test.
+    let word = unsafe { &*word };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut byte = 0_u8;
+            while !stop.load(Ordering::Relaxed) {
+                word.store(u64::from_ne_bytes([byte; 8]), Ordering::Relaxed);
+                byte = byte.wrapping_add(1);
+            }
+        });
+        for (offset, bytes) in [(40, 8), (39, 9), (38, 20), (33, 31), (40, 4), (42, 2), (44, 4)] {
+            for _ in 0..2000 {
+                let mut into = vec![0; bytes];
+                // SAFETY: as in `all`.
+                unsafe { read(pages.at(offset), &mut into) }.unwrap();
+                let inside = 40_usize.saturating_sub(offset)..(48 - offset).min(bytes);
+                let seen = &into[inside];
+                assert!(seen.iter().all(|byte| *byte == seen[0]), "{offset} {bytes}: {into:?}");
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
 #[test]
 fn every_thread_is_protected() {
     let pages = Pages::new();
@@ -106,6 +161,68 @@ fn every_thread_is_protected() {
     };
     let threads: Vec<_> = (0..4).map(|_| std::thread::spawn(hammer)).collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// Has the kernel tell this thread of poison at an address, as it does at a system call's end.
+fn tell_of_poison(code: i32, address: usize) {
+    #[repr(C)]
+    struct Info {
+        signal: i32,
+        errno: i32,
+        code: i32,
+        padding: i32,
+        address: usize,
+        rest: [u64; 13],
+    }
+    const { assert!(size_of::<Info>() == 128) };
+    let info = Info { signal: libc::SIGBUS, errno: 0, code, padding: 0, address, rest: [0; 13] };
+    // SAFETY: the kernel reads a siginfo_t, which `info` is laid out as.
+    let result = unsafe {
+        let (process, thread) = (libc::getpid(), libc::gettid());
+        libc::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, libc::SIGBUS, &raw const info)
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+const TOUCHED: i32 = libc::BUS_MCEERR_AR;
+const ONLY_FOUND: i32 = libc::BUS_MCEERR_AO;
+
+#[test]
+fn poison_that_a_system_call_met_is_told_once_by_its_thread() {
+    let pages = Pages::new();
+    tell_of_poison(TOUCHED, pages.at(5000).addr());
+    let other = std::thread::spawn(take_poisoned).join().unwrap();
+    assert_eq!((other, take_poisoned()), (None, Some(pages.at(5000).addr())));
+    assert_eq!(take_poisoned(), None);
+    tell_of_poison(ONLY_FOUND, pages.at(0).addr());
+    assert_eq!(take_poisoned(), None);
+}
+
+#[test]
+fn poison_that_is_not_in_guarded_memory_is_not_for_this_handler() {
+    use std::os::unix::process::ExitStatusExt;
+    for test in ["poison_of_others", "poison_after_the_end"] {
+        assert_eq!(in_a_process(test).signal(), Some(libc::SIGBUS), "{test}");
+    }
+}
+
+#[test]
+#[ignore = "run by another test"]
+fn poison_of_others() {
+    let pages = Pages::new();
+    tell_of_poison(TOUCHED, pages.at(2 * PAGE).addr());
+    // The handler of the standard library comes back, so that the fault comes again.
+    tell_of_poison(TOUCHED, pages.at(2 * PAGE).addr());
+}
+
+#[test]
+#[ignore = "run by another test"]
+fn poison_after_the_end() {
+    let pages = Pages::new();
+    let at = pages.at(0).addr();
+    drop(pages);
+    tell_of_poison(TOUCHED, at);
+    tell_of_poison(TOUCHED, at);
 }
 
 /// Runs a test of this file in a process of its own.

@@ -11,7 +11,7 @@ use martlet_engine::{
 };
 use martlet_ram::RegionIndex;
 use martlet_ram::testing::Spoiled;
-use martlet_transport::Address;
+use martlet_transport::{Address, Provider, RdmaAccept};
 use martlet_units::PAGE_SIZE;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +23,15 @@ const WAIT_MAX: Duration = Duration::from_secs(60);
 const PAGE: u64 = fake::PAGES / 4 + 100;
 const NAME: &str = "guest page 0x864 (page 2148 of memory region 0) can't be read or written";
 
-fn receiver() -> (Receiver, Arc<FakeFactory>) {
+/// Over connections, and by RDMA in software.
+const WAYS: [&str; 2] = ["tcp:127.0.0.1:0", "rdma:127.0.0.1:0"];
+
+fn receiver(way: &str) -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
-    let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let listen: Address = way.parse().unwrap();
+    let accept = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
+    let receiver =
+        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), accept).unwrap();
     (receiver, factory)
 }
 
@@ -82,14 +87,18 @@ fn fails_and_then_moves(
 
 #[test]
 fn a_page_lost_at_the_source_fails_the_migration_and_not_the_guest() {
-    let (source, to) = (booted(), receiver());
-    let spoiled = Spoiled::new(&SourceVmm::ram(&*source), RegionIndex(0), PAGE);
-    fails_and_then_moves(&source, &to, || drop(spoiled));
+    for way in WAYS {
+        let (source, to) = (booted(), receiver(way));
+        let spoiled = Spoiled::new(&SourceVmm::ram(&*source), RegionIndex(0), PAGE);
+        fails_and_then_moves(&source, &to, || drop(spoiled));
+    }
 }
 
 #[test]
 fn a_page_lost_at_the_destination_fails_the_migration_and_not_the_destination() {
-    let (source, to) = (booted(), receiver());
-    *to.1.lose.lock().unwrap() = Some(PAGE);
-    fails_and_then_moves(&source, &to, || {});
+    for way in WAYS {
+        let (source, to) = (booted(), receiver(way));
+        *to.1.lose.lock().unwrap() = Some(PAGE);
+        fails_and_then_moves(&source, &to, || {});
+    }
 }

@@ -1,7 +1,7 @@
 //! Pages that the host can't give any more.
 
 use crate::{GuestRam, RegionIndex};
-use martlet_units::Gfn;
+use martlet_units::{Gfn, PAGE_SIZE};
 use std::io;
 
 /// A page of guest memory that can't be read or written. Always this host's fault. The guest may
@@ -42,6 +42,15 @@ impl GuestRam {
         let end = first_page.saturating_add(u64::from(count)).min(memory.pages());
         let page = (first_page..end).find(|page| !memory.is_reachable(*page))?;
         Some(self.lost(region, page))
+    }
+
+    /// Names the page at an address of this process, if it is one of this guest's.
+    pub fn lost_at(&self, address: usize) -> Option<LostPage> {
+        let regions = (0..).map(RegionIndex).zip(self.regions());
+        regions.into_iter().find_map(|(index, region)| {
+            let offset = address.checked_sub(region.host_ptr(0).addr())? as u64;
+            (offset < region.len_bytes()).then(|| self.lost(index, offset / PAGE_SIZE))
+        })
     }
 
     /// Names a page.

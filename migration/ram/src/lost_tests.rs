@@ -16,6 +16,9 @@ fn a_lost_page_is_named_as_the_guest_sees_it() {
     assert_eq!(ram.first_lost(REGION, 0, 10), None);
     let lost = ram.first_lost(RegionIndex(1), 1, u32::MAX).unwrap();
     assert_eq!(lost, LostPage { region: 1, page: 3, gfn: Gfn(20) });
+    let address = ram.regions()[1].host_ptr(3).addr();
+    assert_eq!(ram.lost_at(address + 4095), Some(lost));
+    assert_eq!(ram.lost_at(8), None);
     let text = lost.to_string();
     assert!(text.contains("guest page 0x14 (page 3 of memory region 1)"), "{text}");
     assert_eq!(LostPage::of(&lost.into()), Some(lost));

@@ -84,7 +84,6 @@ const AVX512: &str = "avx512";
 /// Whether 512-bit loads are the fastest way to read memory on this processor, if it has them. Not
 /// on AMD: Zen 4 does them in halves, and `--example zero_check` shows them slower than 256 bits
 /// there. Nor on Intel before Ice Lake (which has VBMI2), where they lower the core's clock.
-#[cfg(target_arch = "x86_64")]
 fn wide_is_fast() -> bool {
     use std::arch::x86_64::__cpuid;
     #[allow(unused_unsafe, reason = "safe in newer toolchains")]
@@ -92,12 +91,6 @@ fn wide_is_fast() -> bool {
     let vendor = unsafe { __cpuid(0) };
     let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
     name.as_flattened() == b"GenuineIntel" && std::arch::is_x86_feature_detected!("avx512vbmi2")
-}
-
-/// No other processor has them.
-#[cfg(not(target_arch = "x86_64"))]
-fn wide_is_fast() -> bool {
-    false
 }
 
 #[cfg(test)]

@@ -3,14 +3,14 @@
 // UNSAFETY: the table maps bus addresses to raw memory. An entry is removed, under the write lock,
 // before its memory goes; every access holds the read lock.
 
-use crate::access;
 use martlet_device_io::{
     BusAddress, BusFault, BusMemory, BusRun, Dma, DmaBlock, DmaError, HostMemory, Pinned,
 };
+use martlet_raw_memory::MemoryFault;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 
 /// Where a bus with addresses of its own begins: nothing lies at 0, so a forgotten address faults.
@@ -81,11 +81,12 @@ impl SoftBus {
     }
 
     /// Calls `body` with a pointer to `bytes` bytes at `at`, if one piece of memory has them all.
+    /// Memory that the host lost is none.
     fn reach<T>(
         &self,
         at: BusAddress,
         bytes: usize,
-        body: impl FnOnce(*mut u8) -> T,
+        body: impl FnOnce(*mut u8) -> Result<T, MemoryFault>,
     ) -> Result<T, BusFault> {
         let fault = BusFault { at, bytes };
         let table = self.read_table();
@@ -97,8 +98,18 @@ impl SoftBus {
         }
         let host = usize::try_from(entry.host + offset).map_err(|_| fault)?;
         // The lock is held until the access is over.
-        Ok(body(std::ptr::with_exposed_provenance_mut(host)))
+        body(std::ptr::with_exposed_provenance_mut(host)).map_err(|MemoryFault| fault)
     }
+}
+
+/// A byte that a driver and its device hand over to each other: of a driver's own block, which the
+/// host does not lose.
+///
+/// # Safety
+/// What `reach` gives, within its body.
+unsafe fn byte<'a>(at: *mut u8) -> &'a AtomicU8 {
+    // SAFETY: the caller's promise; a byte is always aligned.
+    unsafe { AtomicU8::from_ptr(at) }
 }
 
 impl Table {
@@ -223,28 +234,36 @@ impl BusMemory for SoftBus {
     fn read(&self, at: BusAddress, into: &mut [u8]) -> Result<(), BusFault> {
         // SAFETY: `reach` gives a pointer to as many bytes, alive during the call; `into` is the
         // caller's own.
-        self.reach(at, into.len(), |from| unsafe { access::read(from, into) })
+        self.reach(at, into.len(), |from| unsafe { martlet_raw_memory::read(from, into) })
     }
 
     fn write(&self, at: BusAddress, from: &[u8]) -> Result<(), BusFault> {
         // SAFETY: as in `read`.
-        self.reach(at, from.len(), |to| unsafe { access::write(to, from) })
+        self.reach(at, from.len(), |to| unsafe { martlet_raw_memory::write(to, from) })
     }
 
     fn load8(&self, at: BusAddress) -> Result<u8, BusFault> {
-        // SAFETY: as in `read`. Pairs with the driver's `DmaBlock::store8`.
-        self.reach(at, 1, |from| unsafe { access::byte(from) }.load(Ordering::Acquire))
+        // Pairs with the driver's `DmaBlock::store8`.
+        // SAFETY: within `reach`.
+        self.reach(at, 1, |from| Ok(unsafe { byte(from) }.load(Ordering::Acquire)))
     }
 
     fn store8(&self, at: BusAddress, value: u8) -> Result<(), BusFault> {
-        // SAFETY: as in `read`. Pairs with the driver's `DmaBlock::load8`.
-        self.reach(at, 1, |to| unsafe { access::byte(to) }.store(value, Ordering::Release))
+        // Pairs with the driver's `DmaBlock::load8`.
+        self.reach(at, 1, |to| {
+            // SAFETY: within `reach`.
+            unsafe { byte(to) }.store(value, Ordering::Release);
+            Ok(())
+        })
     }
 
     fn or8(&self, at: BusAddress, bits: u8) -> Result<(), BusFault> {
-        // SAFETY: as in `read`. Pairs with the driver's `DmaBlock::take64`.
-        self.reach(at, 1, |to| unsafe { access::byte(to) }.fetch_or(bits, Ordering::AcqRel))?;
-        Ok(())
+        // Pairs with the driver's `DmaBlock::take64`.
+        self.reach(at, 1, |to| {
+            // SAFETY: within `reach`.
+            unsafe { byte(to) }.fetch_or(bits, Ordering::AcqRel);
+            Ok(())
+        })
     }
 }
 

@@ -4,7 +4,6 @@
 //! access to others. [`Stage`] is the time's side: models take turns on it, in real time or in
 //! virtual time, and their drivers wait there.
 
-mod access;
 mod bus;
 mod clock;
 mod stage;

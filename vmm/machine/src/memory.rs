@@ -1,6 +1,6 @@
 //! The VMM's own access to guest memory.
 #![allow(unsafe_code)]
-// UNSAFETY: guest memory is a raw pointer, because the guest may write it at any moment; the two
+// UNSAFETY: guest memory is a raw pointer, because the guest may write it at any moment; the
 // copies in here are bounded by the region that the pointer came from.
 
 use martlet_bitmap::WORD_BITS;
@@ -31,24 +31,25 @@ impl GuestMemory {
     }
 
     /// Fills `bytes` from guest memory; `false`, and an unspecified part of it filled, if there is
-    /// not memory everywhere. What the guest writes meanwhile may be seen in part.
+    /// not memory everywhere, or the host lost it. What the guest writes meanwhile may be seen in
+    /// part, but no aligned word of up to 8 bytes.
     pub(crate) fn read(&self, from: Gpa, bytes: &mut [u8]) -> bool {
         let mut gpa = from.0;
         let mut rest = bytes;
         while !rest.is_empty() {
             let Some((host, length)) = self.piece(gpa, rest.len()) else { return false };
             let (now, later) = rest.split_at_mut(length);
-            // SAFETY: `piece` promises `length` bytes of a live mapping; they never overlap
-            // `now`, which is memory of our own. The guest may race, so nothing is assumed of
-            // the bytes' values.
-            unsafe { std::ptr::copy_nonoverlapping(host.cast_const(), now.as_mut_ptr(), length) };
+            // SAFETY: `piece` promises `length` bytes of a live mapping.
+            if unsafe { martlet_raw_memory::read(host, now) }.is_err() {
+                return false;
+            }
             (gpa, rest) = (gpa + length as u64, later);
         }
         true
     }
 
     /// Writes `bytes` to guest memory; `false`, and an unspecified part of them written, if there
-    /// is not memory everywhere.
+    /// is not memory everywhere, or the host lost it.
     #[must_use]
     pub(crate) fn write(&self, to: Gpa, bytes: &[u8]) -> bool {
         let mut gpa = to.0;
@@ -57,14 +58,18 @@ impl GuestMemory {
             let Some((host, length)) = self.piece(gpa, rest.len()) else { return false };
             let (now, later) = rest.split_at(length);
             // SAFETY: as in `read`.
-            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), host, length) };
-            // Marked after it was written: a sync in between reports it the next time.
+            let written = unsafe { martlet_raw_memory::write(host, now) };
+            // Marked after it was written, all of it or not: a sync in between reports it the next
+            // time.
             if let Some((region, page)) = self.ram.find(Gpa(gpa).to_gfn()) {
                 self.written.region(region).set(page);
+                self.has_written.store(true, Ordering::Release);
+            }
+            if written.is_err() {
+                return false;
             }
             (gpa, rest) = (gpa + length as u64, later);
         }
-        self.has_written.store(true, Ordering::Release);
         true
     }
 
@@ -139,8 +144,8 @@ impl GuestMemory {
 pub(crate) fn copy_from(memory: &HostMemory, into: &mut [u8]) {
     assert_eq!(memory.bytes(), into.len() as u64);
     let from = std::ptr::with_exposed_provenance::<u8>(usize::try_from(memory.address()).unwrap());
-    // SAFETY: the memory has this length and lives; see `GuestMemory::read`.
-    unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    // SAFETY: the memory has this length and lives.
+    unsafe { martlet_raw_memory::read(from, into) }.unwrap();
 }
 
 /// Writes `from` to memory that a device was given.
@@ -150,12 +155,13 @@ pub(crate) fn copy_to(memory: &HostMemory, from: &[u8]) {
     let to =
         std::ptr::with_exposed_provenance_mut::<u8>(usize::try_from(memory.address()).unwrap());
     // SAFETY: as in `copy_from`.
-    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+    unsafe { martlet_raw_memory::write(to, from) }.unwrap();
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use martlet_ram::testing::Spoiled;
     use martlet_units::{Gfn, PageCount, PageRange};
 
     #[test]
@@ -176,5 +182,30 @@ mod tests {
         assert_eq!(dirty.count(), 3);
         memory.take_written(&RamBitmap::new(memory.ram()));
         assert_eq!(dirty.count(), 3);
+    }
+
+    #[test]
+    fn what_was_written_before_a_hole_is_remembered() {
+        let range = PageRange::try_new(Gfn(0), PageCount(2)).unwrap();
+        let memory = GuestMemory::new(Arc::new(GuestRam::create(&[range]).unwrap()));
+        assert!(!memory.write(Gpa(2 * 4096 - 1), &[1, 2]));
+        let dirty = RamBitmap::new(memory.ram());
+        memory.take_written(&dirty);
+        assert_eq!(dirty.count(), 1, "a byte of it is in the guest's memory");
+    }
+
+    #[test]
+    fn a_lost_page_is_no_memory() {
+        let range = PageRange::try_new(Gfn(0), PageCount(3)).unwrap();
+        let ram = Arc::new(GuestRam::create(&[range]).unwrap());
+        let memory = GuestMemory::new(Arc::clone(&ram));
+        let spoiled = Spoiled::new(&ram, RegionIndex(0), 1);
+        for (at, bytes) in [(4096, 2), (4095, 2), (8191, 1), (100, 9000)] {
+            assert!(!memory.read(Gpa(at), &mut vec![0; bytes]), "{at}");
+            assert!(!memory.write(Gpa(at), &vec![0; bytes]), "{at}");
+        }
+        assert!(memory.write(Gpa(0), &[1; 4096]) && memory.write(Gpa(8192), &[1; 4096]));
+        drop(spoiled);
+        assert!(memory.write(Gpa(4096), &[1; 4096]));
     }
 }

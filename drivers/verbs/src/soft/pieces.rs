@@ -4,6 +4,7 @@
 // kernel as raw pointers and are never Rust references.
 
 use super::regions::Table;
+use martlet_raw_memory::MemoryFault;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -121,19 +122,21 @@ impl Pieces {
     /// Copies into the pieces; tells how many bytes of `from` they took.
     ///
     /// The pieces were resolved for writing in the generation of `_held`.
-    pub(super) fn fill(&mut self, from: &[u8], _held: &Table) -> usize {
+    ///
+    /// # Errors
+    /// If the host lost the memory. Some of it may be written.
+    pub(super) fn fill(&mut self, from: &[u8], _held: &Table) -> Result<usize, MemoryFault> {
         let mut rest = from;
         while let Some(piece) = self.list.get(self.next)
             && !rest.is_empty()
         {
             let bytes = rest.len().min(piece.iov_len);
-            // SAFETY: the piece is registered for writing as long as the table is held; `from` is
-            // a buffer of the provider, which nobody registers.
-            unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), piece.iov_base.cast(), bytes) };
+            // SAFETY: the piece is registered for writing as long as the table is held.
+            unsafe { martlet_raw_memory::write(piece.iov_base.cast(), &rest[..bytes]) }?;
             rest = &rest[bytes..];
             self.advance(bytes);
         }
-        from.len() - rest.len()
+        Ok(from.len() - rest.len())
     }
 
     /// Leaves one place free at the end of `list`.

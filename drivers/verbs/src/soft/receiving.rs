@@ -299,6 +299,7 @@ impl Receiving {
             let table = around.regions.read();
             self.check_targets(&table)?;
             let taken = self.pieces.fill(&self.inbox[self.start..self.end], &table);
+            let taken = taken.map_err(|_| End::Lost)?;
             self.start += taken;
             self.span_placed += taken as u64;
         }

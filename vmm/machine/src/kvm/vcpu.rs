@@ -115,9 +115,17 @@ impl KvmVcpu {
         match entered {
             Ok(reason) => Ok(Some(reason)),
             Err(error) => match error.raw_os_error() {
-                Some(libc::EINTR | libc::EAGAIN) => Ok(None),
+                Some(libc::EINTR | libc::EAGAIN) => self.check_poison().map(|()| None),
                 _ => Err(BackendError::Host { operation: "KVM_RUN", source: error }),
             },
+        }
+    }
+
+    /// Fails if the guest touched poisoned memory: KVM tells by a signal, and would again.
+    fn check_poison(&self) -> Result<(), BackendError> {
+        match martlet_raw_memory::take_poisoned().and_then(|at| self.common.ram.lost_at(at)) {
+            None => Ok(()),
+            Some(page) => Err(BackendError::Host { operation: "KVM_RUN", source: page.into() }),
         }
     }
 

@@ -21,6 +21,7 @@
 use super::frame::{FP_BYTES_MAX, FpState, Register, SignalContext, fp_bytes, sanitize_flags};
 use super::signal_stack::SignalStack;
 use crate::vcpu::backend::BackendError;
+use martlet_raw_memory::Previous;
 use std::arch::asm;
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -282,7 +283,7 @@ extern "C" fn on_signal(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     // A kick that hits nobody was for a guest that had just left.
     if !handled && signal != KICK {
         // SAFETY: the kernel's arguments, passed on as they are.
-        unsafe { pass_on(signal, info, context) };
+        unsafe { Previous::pass_on(previous(signal), signal, info, context) };
     }
 }
 
@@ -329,71 +330,32 @@ fn host_address(value: u64) -> usize {
     value as usize
 }
 
-/// Gives a signal that is not a guest's to whoever had it before.
-///
-/// # Safety
-/// The arguments are the kernel's.
-unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    let index = FAULTS.iter().position(|fault| *fault == signal);
-    let previous = PREVIOUS.get().and_then(|previous| previous.as_ref().ok()?.get(index?));
-    let (handler, flags) =
-        previous.map_or((libc::SIG_DFL, 0), |action| (action.sa_sigaction, action.sa_flags));
-    // SAFETY: the handler is of the kind that its flags say; the C library kept both.
-    unsafe {
-        if handler == libc::SIG_IGN && (*info).si_code <= 0 {
-            // Sent by somebody, and to be ignored. A fault can't be.
-        } else if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
-            libc::signal(signal, libc::SIG_DFL);
-            if (*info).si_code <= 0 {
-                // Sent by somebody: comes again when this handler has returned, as a fault does
-                // by itself.
-                libc::raise(signal);
-            }
-        } else if flags & libc::SA_SIGINFO != 0 {
-            let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
-                std::mem::transmute(handler);
-            handler(signal, info, context);
-        } else {
-            let handler: extern "C" fn(c_int) = std::mem::transmute(handler);
-            handler(signal);
-        }
-    }
-}
-
 /// What handled each of [`FAULTS`] before.
-static PREVIOUS: OnceLock<Result<[libc::sigaction; FAULTS.len()], i32>> = OnceLock::new();
+static PREVIOUS: OnceLock<Result<[Previous; FAULTS.len()], i32>> = OnceLock::new();
+
+fn previous(signal: c_int) -> Option<&'static Previous> {
+    let index = FAULTS.iter().position(|fault| *fault == signal)?;
+    PREVIOUS.get()?.as_ref().ok()?.get(index)
+}
 
 /// Installs the handler for the whole process, once. Faults that are not a guest's go on to the
 /// handlers that were there.
 fn install_handlers() -> Result<(), BackendError> {
     let installed = PREVIOUS.get_or_init(|| {
-        // SAFETY: zeroes are an action, "default", with an empty mask.
-        let mut previous: [libc::sigaction; FAULTS.len()] = unsafe { std::mem::zeroed() };
-        for (signal, previous) in FAULTS.iter().zip(&mut previous) {
-            install_handler(*signal, previous)?;
-        }
-        // SAFETY: as above.
-        install_handler(KICK, &mut unsafe { std::mem::zeroed() })?;
-        Ok(previous)
+        // SAFETY: the handler only does what handlers may.
+        let replace = |signal| unsafe { Previous::replace(signal, on_signal) };
+        let install = || {
+            let previous = FAULTS.map(replace);
+            replace(KICK)?;
+            let [a, b, c, d, e] = previous;
+            io::Result::Ok([a?, b?, c?, d?, e?])
+        };
+        install().map_err(|error| error.raw_os_error().unwrap_or(0))
     });
     match installed {
         Ok(_) => Ok(()),
         Err(errno) => Err(BackendError::host("sigaction")(io::Error::from_raw_os_error(*errno))),
     }
-}
-
-fn install_handler(signal: c_int, previous: &mut libc::sigaction) -> Result<(), i32> {
-    let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_signal;
-    // SAFETY: a zeroed action with a handler that only does what handlers may, on a stack of its
-    // own where there is one, and not interrupted by other signals.
-    let result = unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = handler as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
-        libc::sigfillset(&raw mut action.sa_mask);
-        libc::sigaction(signal, &raw const action, previous)
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
 }
 
 /// Sends a kick to a thread of this process, which must still live.

@@ -141,8 +141,10 @@ impl ThreadVcpu {
         let (region, page) = self.ram.find(gpa.to_gfn())?;
         let page = self.ram.region(region)?.host_ptr(page);
         let offset = usize::try_from(gpa.0 % PAGE_SIZE).ok()?;
-        // SAFETY: in the page. Another vCPU may write there, hence volatile.
-        Some(unsafe { page.add(offset).read_volatile() })
+        let mut byte = [0];
+        // SAFETY: in the page.
+        unsafe { martlet_raw_memory::read(page.wrapping_add(offset), &mut byte) }.ok()?;
+        Some(byte[0])
     }
 
     fn exit_of(&mut self, left: Left) -> Exit<'_> {
