@@ -22,6 +22,9 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 /// Always 1.
 const RFLAGS_RESERVED: u64 = 1 << 1;
+/// Lets level 3 use all ports, as the I/O bitmap of the task state segment does, which QEMU's
+/// emulation of a processor does not read while that segment is marked as busy.
+const RFLAGS_IOPL3: u64 = 3 << 12;
 
 /// Segment types, Intel SDM volume 3, 3.4.5.1 and 3.5.
 const TYPE_CODE: u8 = 0xb;
@@ -48,7 +51,8 @@ pub(super) fn apply(fd: &VcpuFd, start: &Start) -> Result<(), BackendError> {
         Start::Parked => return Ok(()),
         Start::Level3 { rip, rsp, rdi, rsi, tables } => {
             level3(&mut sregs, tables);
-            regs = kvm_regs { rip, rsp, rdi, rsi, ..regs };
+            let rflags = RFLAGS_RESERVED | RFLAGS_IOPL3;
+            regs = kvm_regs { rip, rsp, rdi, rsi, rflags, ..regs };
         }
         Start::Pvh { entry, start_info } => {
             pvh(&mut sregs);
