@@ -160,7 +160,8 @@ pub enum LoadFor {
     /// The guest runs at the source and its memory still arrives: nothing that counts or acts by
     /// itself may be set going, and nothing may be written to guest memory.
     Rehearsal,
-    /// The guest stopped and its memory is complete: it starts from this state.
+    /// The guest stopped: it starts from this state as soon as its last pages have arrived, which
+    /// may still be under way.
     Start {
         /// How the source's `CLOCK_MONOTONIC` differs from this process's: a VMM that notes in its
         /// state when it read a clock of the guest knows by this how long that stood. `None` if the

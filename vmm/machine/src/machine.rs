@@ -243,7 +243,7 @@ impl Machine {
         let mut control = self.owner("continue it")?;
         if control.step("continue it", Event::Continue)? == Phase::Here(Paused) {
             let permit = control.permit.take().expect("a paused guest's permit is here");
-            self.group.run(permit);
+            self.run(permit);
             self.nics.set_paused(false);
         }
         Ok(())
@@ -314,9 +314,14 @@ impl Machine {
     /// Lets the guest go on as the engine or the owner left it.
     pub(crate) fn go_on(&self, control: &mut Control, permit: RunPermit, state: RunState) {
         match state {
-            Running => self.group.run(permit),
+            Running => self.run(permit),
             Paused => control.permit = Some(permit),
         }
+    }
+
+    fn run(&self, permit: RunPermit) {
+        self.vm.begin_run();
+        self.group.run(permit);
     }
 
     /// Collects what the vCPUs saved and adds the rest. In a rehearsal devices go on meanwhile.

@@ -130,6 +130,7 @@ pub(crate) fn build(
         host: SavedHost { cpuid, tsc_khz },
         tracker,
         loaded: Mutex::new(None),
+        held: Mutex::new(None),
     };
     Ok(Built { vm: Arc::new(vm), vcpus })
 }

@@ -5,6 +5,7 @@ mod cpuid;
 mod kick;
 mod msrs;
 pub(crate) mod raw;
+mod rehearsal;
 mod saved;
 mod start;
 mod state;

@@ -3,6 +3,11 @@
 //! KVM stops a batch at the first MSR that it refuses, and it lists MSRs that it then refuses (a
 //! host without the hardware, a KVM that is itself a guest). So which ones are refused is learned
 //! once, outside of any blackout, and the batches leave them out.
+//!
+//! KVM's own registers are apart. Writing some of them is an order that KVM carries out in guest
+//! memory, and others name memory that KVM writes by itself from then on, when it enters or leaves
+//! the guest or its thread is scheduled out (Documentation/virt/kvm/x86/msr.rst;
+//! arch/x86/kvm/x86.c, kvm_set_msr_common, record_steal_time, kvm_steal_time_set_preempted).
 
 use super::saved::SavedNumbered;
 use crate::vcpu::backend::BackendError;
@@ -15,9 +20,65 @@ use std::sync::{Arc, Mutex};
 
 pub(super) const MSR_IA32_TSC: u32 = 0x10;
 pub(super) const MSR_IA32_TSC_DEADLINE: u32 = 0x6e0;
+const MSR_KVM_WALL_CLOCK: u32 = 0x11;
+const MSR_KVM_SYSTEM_TIME: u32 = 0x12;
+const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+/// Bit 0 says that the guest uses kvmclock.
+pub(super) const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
+const MSR_KVM_POLL_CONTROL: u32 = 0x4b56_4d05;
+const MSR_KVM_ASYNC_PF_INT: u32 = 0x4b56_4d06;
+const MSR_KVM_ASYNC_PF_ACK: u32 = 0x4b56_4d07;
+const MSR_KVM_MIGRATION_CONTROL: u32 = 0x4b56_4d08;
+/// What KVM numbers as its own: steal time, asynchronous page faults, end of interrupt, and
+/// whatever comes.
+const KVM_FIRST: u32 = MSR_KVM_WALL_CLOCK_NEW;
+const KVM_LAST: u32 = 0x4b56_4dff;
+/// Hyper-V's (Hypervisor Top Level Functional Specification, appendix F). No guest of this machine
+/// is shown a Hyper-V, so none has set them; KVM writes guest memory for some of them.
+const HYPERV_FIRST: u32 = 0x4000_0000;
+const HYPERV_LAST: u32 = 0x4000_0fff;
 
 /// MSRs that a vCPU may have in a saved state: more than any kernel lists.
 const SAVED_MAX: usize = 2048;
+
+/// Refused MSRs that are remembered: one batch. No guest's state has as many; of a hostile one's
+/// the others are tried again each time.
+const REFUSED_MAX: usize = KVM_MAX_MSR_ENTRIES;
+
+/// How an MSR travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Saved and loaded with the others.
+    Plain,
+    /// Saved with the others; loaded by a vCPU right before it enters the guest for the first
+    /// time, because it names guest memory that KVM writes from then on.
+    Held,
+    /// Neither saved nor loaded with the others: the TSC and its deadline, whose order among the
+    /// rest matters; orders, which the guest's own write has had carried out (the wall clock is
+    /// written to memory once, at that moment); and what no guest of this machine has.
+    Apart,
+}
+
+fn kind(index: u32) -> Kind {
+    match index {
+        MSR_IA32_TSC
+        | MSR_IA32_TSC_DEADLINE
+        | MSR_KVM_WALL_CLOCK
+        | MSR_KVM_WALL_CLOCK_NEW
+        | MSR_KVM_ASYNC_PF_ACK
+        | HYPERV_FIRST..=HYPERV_LAST => Kind::Apart,
+        MSR_KVM_POLL_CONTROL | MSR_KVM_ASYNC_PF_INT | MSR_KVM_MIGRATION_CONTROL => Kind::Plain,
+        MSR_KVM_SYSTEM_TIME | KVM_FIRST..=KVM_LAST => Kind::Held,
+        _ => Kind::Plain,
+    }
+}
+
+/// The MSRs of a state that the vCPU loads right before it enters the guest. A vCPU that was not
+/// in a guest yet has zeros in them.
+pub(super) fn held(saved: &[SavedNumbered]) -> Vec<SavedNumbered> {
+    let is_held = |msr: &&SavedNumbered| kind(msr.index) == Kind::Held && msr.value != 0;
+    saved.iter().filter(is_held).copied().collect()
+}
 
 /// What is known of a VM's MSRs; shared by its vCPUs.
 pub(super) struct MsrTable {
@@ -34,9 +95,8 @@ impl MsrTable {
             .get_msr_index_list()
             .map_err(io::Error::from)
             .map_err(BackendError::host("KVM_GET_MSR_INDEX_LIST"))?;
-        // The TSC and its deadline are saved apart: their order among the rest matters.
-        let apart = |index: &u32| matches!(*index, MSR_IA32_TSC | MSR_IA32_TSC_DEADLINE);
-        let mut wanted: Vec<_> = list.as_slice().iter().filter(|i| !apart(i)).copied().collect();
+        let is_saved = |index: &&u32| kind(**index) != Kind::Apart;
+        let mut wanted: Vec<_> = list.as_slice().iter().filter(is_saved).copied().collect();
         let mut readable = Vec::with_capacity(wanted.len());
         while !wanted.is_empty() {
             let batch = wanted.len().min(KVM_MAX_MSR_ENTRIES);
@@ -68,7 +128,7 @@ impl MsrTable {
         Ok(saved)
     }
 
-    /// Writes MSRs from a peer. Those that KVM refuses are left as they are, logged once: either
+    /// Writes the plain MSRs of a peer's state. Those that KVM refuses are left as they are, logged once: either
     /// they hold that value already, or this host has no such thing and neither had the guest.
     /// What was loaded `before` and is the same is not written again.
     pub(super) fn load(
@@ -85,9 +145,20 @@ impl MsrTable {
             return Ok(());
         }
         let is_new = |msr: &&SavedNumbered| {
-            known.get(&msr.index) != Some(&msr.value) && !before.contains(msr)
+            kind(msr.index) == Kind::Plain
+                && known.get(&msr.index) != Some(&msr.value)
+                && !before.contains(msr)
         };
         let wanted: Vec<_> = saved.iter().filter(is_new).copied().collect();
+        self.write_all(vcpu, &wanted)
+    }
+
+    /// Writes these, but for those that KVM refuses.
+    pub(super) fn write_all(
+        &self,
+        vcpu: &VcpuFd,
+        wanted: &[SavedNumbered],
+    ) -> Result<(), BackendError> {
         let mut refused = Vec::new();
         for batch in wanted.chunks(KVM_MAX_MSR_ENTRIES) {
             let mut rest = batch;
@@ -107,10 +178,11 @@ impl MsrTable {
 
     fn remember(&self, vcpu: &VcpuFd, refused: &[SavedNumbered]) {
         let mut known = lock(&self.refused);
+        let mut more = BTreeMap::clone(&known);
         for msr in refused {
+            let is_news = note_refused(&mut more, *msr);
             let present = read(vcpu, &[msr.index]).ok().and_then(|values| values.first().copied());
-            let same = present == Some(*msr);
-            if !same && !known.contains_key(&msr.index) {
+            if is_news && present != Some(*msr) {
                 tracing::warn!(
                     msr = format_args!("{:#x}", msr.index),
                     wanted = format_args!("{:#x}", msr.value),
@@ -119,10 +191,17 @@ impl MsrTable {
                 );
             }
         }
-        let mut more = BTreeMap::clone(&known);
-        more.extend(refused.iter().map(|msr| (msr.index, msr.value)));
         *known = Arc::new(more);
     }
+}
+
+/// Adds a refused MSR to those that are known while there is room, and says whether it is new
+/// among them.
+fn note_refused(known: &mut BTreeMap<u32, u64>, msr: SavedNumbered) -> bool {
+    if known.len() == REFUSED_MAX && !known.contains_key(&msr.index) {
+        return false;
+    }
+    known.insert(msr.index, msr.value).is_none()
 }
 
 /// Reads MSRs until KVM stops; returns those before.
@@ -147,4 +226,34 @@ pub(super) fn write(vcpu: &VcpuFd, values: &[SavedNumbered]) -> Result<usize, Ba
         .collect();
     let msrs = Msrs::from_entries(&entries).map_err(|_| BackendError::state("too many MSRs"))?;
     vcpu.set_msrs(&msrs).map_err(io::Error::from).map_err(BackendError::host("KVM_SET_MSRS"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hostile_states_fill_no_memory_with_refused_msrs() {
+        let mut known = BTreeMap::new();
+        let msr = |index, value| SavedNumbered { index, value };
+        let news = (0..100_000).filter(|index| note_refused(&mut known, msr(*index, 1))).count();
+        assert_eq!((news, known.len()), (REFUSED_MAX, REFUSED_MAX));
+        // Those that are known follow the state's value, and are told once.
+        assert!(!note_refused(&mut known, msr(3, 2)));
+        assert_eq!(known.get(&3), Some(&2));
+    }
+
+    #[test]
+    fn what_makes_kvm_write_guest_memory_waits_for_the_guest() {
+        let all = [0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04];
+        let more = [0x4b56_4d05, 0x4b56_4d06, 0x4b56_4d07, 0x4b56_4d08, 0x4000_0001, 0xc000_0080];
+        let state: Vec<_> =
+            all.iter().chain(&more).map(|&index| SavedNumbered { index, value: 1 }).collect();
+        let held: Vec<u32> = held(&state).iter().map(|msr| msr.index).collect();
+        assert_eq!(held, [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04]);
+        let plain = more.iter().filter(|index| kind(**index) == Kind::Plain).copied();
+        let plain: Vec<u32> = plain.collect();
+        assert_eq!(plain, [0x4b56_4d05, 0x4b56_4d06, 0x4b56_4d08, 0xc000_0080]);
+        assert_eq!([0x11, 0x4b56_4d00, 0x4b56_4d07].map(kind), [Kind::Apart; 3]);
+    }
 }

@@ -1,6 +1,6 @@
 //! Reading and writing a vCPU's whole state.
 
-use super::msrs::{self, MSR_IA32_TSC, MSR_IA32_TSC_DEADLINE};
+use super::msrs::{self, MSR_IA32_TSC, MSR_IA32_TSC_DEADLINE, MSR_KVM_SYSTEM_TIME_NEW};
 use super::raw;
 use super::saved::{SavedNumbered, SavedVcpu};
 use super::vcpu::VcpuCommon;
@@ -8,6 +8,7 @@ use crate::clock;
 use crate::vcpu::backend::BackendError;
 use kvm_bindings::{kvm_lapic_state, kvm_mp_state, kvm_sregs, kvm_sregs2, kvm_xcr, kvm_xcrs};
 use kvm_ioctls::VcpuFd;
+use martlet_engine::LoadFor;
 use martlet_units::Instant;
 use std::io;
 
@@ -17,8 +18,6 @@ const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const EFER_LMA: u64 = 1 << 10;
 const SREGS2_FLAGS_PDPTRS_VALID: u64 = 1;
-/// MSR_KVM_SYSTEM_TIME_NEW; bit 0 says that the guest uses kvmclock.
-const MSR_KVM_SYSTEM_TIME: u32 = 0x4b56_4d01;
 /// Allows the guest to switch on VMX, which a nested state needs.
 const MSR_IA32_FEATURE_CONTROL: u32 = 0x3a;
 
@@ -65,18 +64,20 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
     })
 }
 
-/// Writes everything, but for what is as it was `before`, which was loaded last and not run.
+/// Writes everything, but for what is as it was `before`, which was loaded last and not run; and
+/// but for [`release`]'s part. A rehearsal has no clock to set.
 ///
 /// The order matters: the APIC's base (in the special registers) decides how the APIC's registers
 /// are read, and EFER whether there can be a nested state; XCR0 decides what of the XSAVE area
 /// counts; the VM's I/O APIC may raise interrupts in the local ones as it is loaded, so those
-/// follow it; the deadline needs the APIC's timer mode and the TSC; events come last, because most
-/// other calls drop them.
+/// follow it; the APIC's timer is set going by the TSC, and the deadline needs its mode; events
+/// come last, because most other calls drop them.
 pub(super) fn load(
     fd: &VcpuFd,
     common: &VcpuCommon,
     saved: &SavedVcpu,
     before: Option<&SavedVcpu>,
+    what_for: LoadFor,
 ) -> Result<(), BackendError> {
     if before.map(|b| (&b.sregs, b.pdptrs)) != Some((&saved.sregs, saved.pdptrs)) {
         set_sregs(fd, common, saved)?;
@@ -95,19 +96,32 @@ pub(super) fn load(
         kvm("KVM_SET_DEBUGREGS", fd.set_debug_regs(&(&saved.debug).into()))?;
     }
     common.vm_loads.wait();
+    if matches!(what_for, LoadFor::Start { .. }) {
+        set_tsc(fd, common, saved)?;
+    }
     set_lapic(fd, &saved.lapic)?;
     common.msrs.load(fd, &saved.msrs, before.map_or(&[], |b| &b.msrs))?;
-    set_tsc(fd, common, saved)?;
+    // Also if it is 0: an earlier state may have armed it.
+    let deadline = SavedNumbered { index: MSR_IA32_TSC_DEADLINE, value: saved.tsc_deadline };
+    msrs::write(fd, &[deadline])?;
     kvm("KVM_SET_MP_STATE", fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }))?;
-    if uses_kvmclock(saved) {
-        // The guest was stopped: its watchdogs should know. An error means that it has no clock.
-        let _ = fd.kvmclock_ctrl();
-    }
     kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&(&saved.events).into()))
 }
 
-fn uses_kvmclock(saved: &SavedVcpu) -> bool {
-    saved.msrs.iter().any(|msr| msr.index == MSR_KVM_SYSTEM_TIME && msr.value & 1 == 1)
+/// Writes what was held back of a loaded state: the vCPU enters the guest next, and its memory is
+/// complete.
+pub(super) fn release(
+    fd: &VcpuFd,
+    common: &VcpuCommon,
+    held: &[SavedNumbered],
+) -> Result<(), BackendError> {
+    common.msrs.write_all(fd, held)?;
+    let is_clock = |msr: &SavedNumbered| msr.index == MSR_KVM_SYSTEM_TIME_NEW && msr.value & 1 == 1;
+    if held.iter().any(is_clock) {
+        // The guest was stopped: its watchdogs should know. An error means that it has no clock.
+        let _ = fd.kvmclock_ctrl();
+    }
+    Ok(())
 }
 
 fn get_pdptrs(
@@ -170,7 +184,7 @@ fn set_nested(fd: &VcpuFd, saved: &SavedVcpu) -> Result<(), BackendError> {
 
 /// Whether a nested state says that there is no hypervisor in the guest: no VMXON region on
 /// Intel; nothing but the global interrupt flag on AMD (struct kvm_nested_state).
-fn is_idle(nested: &[u8]) -> bool {
+pub(super) fn is_idle(nested: &[u8]) -> bool {
     const FORMAT_VMX: [u8; 2] = [0, 0];
     const GIF_SET: u16 = 0x100;
     let flags = nested.get(..2).map_or(u16::MAX, |b| u16::from_ne_bytes([b[0], b[1]]));
@@ -228,8 +242,7 @@ fn set_lapic(fd: &VcpuFd, saved: &[u8]) -> Result<(), BackendError> {
     kvm("KVM_SET_LAPIC", fd.set_lapic(&lapic))
 }
 
-/// The time stamp counter, advanced by the time that the guest stood, and then its deadline: armed
-/// earlier it would be compared with the wrong counter.
+/// The time stamp counter, advanced by the time that the guest stood.
 fn set_tsc(fd: &VcpuFd, common: &VcpuCommon, saved: &SavedVcpu) -> Result<(), BackendError> {
     let offset = saved.tsc_offset.and_then(|offset| common.tsc.destination_offset(offset));
     let is_set = offset.is_some_and(|offset| raw::set_tsc_offset(fd, offset).is_ok());
@@ -238,8 +251,5 @@ fn set_tsc(fd: &VcpuFd, common: &VcpuCommon, saved: &SavedVcpu) -> Result<(), Ba
         let value = common.tsc.advance(saved.tsc, saved_at, common.tsc_khz)?;
         msrs::write(fd, &[SavedNumbered { index: MSR_IA32_TSC, value }])?;
     }
-    // Also if it is 0: an earlier rehearsal may have armed it.
-    let deadline = SavedNumbered { index: MSR_IA32_TSC_DEADLINE, value: saved.tsc_deadline };
-    msrs::write(fd, &[deadline])?;
     Ok(())
 }

@@ -1,12 +1,12 @@
 //! One vCPU under KVM.
 
 use super::kick::KvmKicker;
-use super::msrs::MsrTable;
+use super::msrs::{self, MsrTable};
 use super::raw::{self, MmioAccess, RunArea, XsaveSize};
-use super::saved::{SavedVcpu, decode, encode};
+use super::saved::{SavedNumbered, SavedVcpu, decode, encode};
 use super::tsc::TscPlan;
 use super::warm::{self, BLOCK_BYTES, WarmVcpu};
-use super::{start, state};
+use super::{rehearsal, start, state};
 use crate::clock;
 use crate::dirty::RingShare;
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
@@ -88,6 +88,8 @@ pub(super) struct KvmVcpu {
     is_io_pending: bool,
     /// What was loaded last; the guest has not run since.
     loaded: Option<SavedVcpu>,
+    /// What of it makes KVM write guest memory; until the guest runs.
+    held: Vec<SavedNumbered>,
     fd: VcpuFd,
 }
 
@@ -102,7 +104,26 @@ impl KvmVcpu {
         let map = || RunArea::map(&fd, run_bytes).map_err(BackendError::host("map kvm_run"));
         let (area, kickers_area) = (map()?, map()?);
         let kicker = Arc::new(KvmKicker::new(kickers_area));
-        Ok(KvmVcpu { area, ring, kicker, common, warm, is_io_pending: false, loaded: None, fd })
+        Ok(KvmVcpu {
+            area,
+            ring,
+            kicker,
+            common,
+            warm,
+            is_io_pending: false,
+            loaded: None,
+            held: Vec::new(),
+            fd,
+        })
+    }
+
+    /// As [`VcpuBackend::run`], whosever code it is.
+    fn run_any(&mut self) -> Result<Exit<'_>, BackendError> {
+        self.loaded = None;
+        match self.enter()? {
+            Some(reason) => Ok(self.exit(reason)),
+            None => Ok(Exit::Interrupted),
+        }
     }
 
     /// Enters the guest, or only completes pending I/O if the kicker says so. `None` if it left
@@ -195,11 +216,25 @@ impl KvmVcpu {
         Ok(true)
     }
 
-    /// Runs the VMM's own code until it says that it is done.
+    /// Where there is time for it, makes the memory ready that the guest will need first. The
+    /// vCPU's state is afterwards as it was loaded.
+    fn look_ahead(&mut self, saved: &SavedVcpu) -> Result<(), BackendError> {
+        if self.common.is_armed.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let blocks = self.first_blocks(saved);
+        if self.map_blocks(saved, &blocks)? {
+            state::load(&self.fd, &self.common, saved, None, LoadFor::Rehearsal)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the VMM's own code until it says that it is done. KVM knows of no memory that it
+    /// writes for this vCPU's guest: that is held back.
     fn run_own_code(&mut self) -> Result<(), BackendError> {
         for _ in 0..OWN_EXITS_MAX {
             self.kicker.clear();
-            match self.run()? {
+            match self.run_any()? {
                 Exit::Out { port: warm::PORT, .. } => {
                     while !matches!(self.finish_io()?, Exit::Interrupted) {}
                     return Ok(());
@@ -243,11 +278,10 @@ impl VcpuBackend for KvmVcpu {
     }
 
     fn run(&mut self) -> Result<Exit<'_>, BackendError> {
-        self.loaded = None;
-        match self.enter()? {
-            Some(reason) => Ok(self.exit(reason)),
-            None => Ok(Exit::Interrupted),
+        if !self.held.is_empty() {
+            state::release(&self.fd, &self.common, &std::mem::take(&mut self.held))?;
         }
+        self.run_any()
     }
 
     fn finish_io(&mut self) -> Result<Exit<'_>, BackendError> {
@@ -255,24 +289,33 @@ impl VcpuBackend for KvmVcpu {
             return Ok(Exit::Interrupted);
         }
         self.kicker.hold_back();
-        self.run()
+        self.run_any()
     }
 
     fn save(&mut self) -> Result<Vec<u8>, BackendError> {
-        Ok(encode(&state::save(&self.fd, &self.common)?))
+        let mut saved = state::save(&self.fd, &self.common)?;
+        // Of a guest that came and has not run here, these are not in the vCPU.
+        for msr in &mut saved.msrs {
+            let held = self.held.iter().find(|held| held.index == msr.index);
+            *msr = *held.unwrap_or(msr);
+        }
+        Ok(encode(&saved))
     }
 
-    fn load(&mut self, bytes: &[u8], _: LoadFor) -> Result<(), BackendError> {
+    fn load(&mut self, bytes: &[u8], what_for: LoadFor) -> Result<(), BackendError> {
         let saved: SavedVcpu = decode(bytes).map_err(BackendError::state)?;
         self.is_io_pending = false;
+        self.held.clear();
         // Taken out: after an error nothing is known.
         let before = self.loaded.take();
-        state::load(&self.fd, &self.common, &saved, before.as_ref())?;
-        if !self.common.is_armed.load(Ordering::Relaxed) {
-            let blocks = self.first_blocks(&saved);
-            if self.map_blocks(&saved, &blocks)? {
-                state::load(&self.fd, &self.common, &saved, None)?;
-            }
+        let saved = match what_for {
+            LoadFor::Rehearsal => rehearsal::hold_back(saved),
+            LoadFor::Start { .. } => saved,
+        };
+        state::load(&self.fd, &self.common, &saved, before.as_ref(), what_for)?;
+        match what_for {
+            LoadFor::Rehearsal => self.look_ahead(&saved)?,
+            LoadFor::Start { .. } => self.held = msrs::held(&saved.msrs),
         }
         self.loaded = Some(saved);
         Ok(())

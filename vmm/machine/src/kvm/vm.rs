@@ -102,6 +102,8 @@ pub(super) struct KvmVm {
     /// What was loaded last: a rehearsal spares the last load what is still the same and what
     /// nothing changes before the guest runs.
     pub(super) loaded: Mutex<Option<SavedVm>>,
+    /// The timer of a guest that came and has not run here: it counts from when it is loaded.
+    pub(super) held: Mutex<Option<SavedPit>>,
 }
 
 fn kvm<T>(
@@ -151,6 +153,7 @@ impl KvmVm {
         self.load_chips(&saved, before.as_ref())?;
         if let LoadFor::Start { source_clock } = what_for {
             self.set_clock(&saved.clock, source_clock)?;
+            *lock(&self.held) = Some(saved.pit.clone());
         }
         *last = Some(saved);
         Ok(())
@@ -158,21 +161,21 @@ impl KvmVm {
 
     fn load_chips(&self, saved: &SavedVm, before: Option<&SavedVm>) -> Result<(), BackendError> {
         let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
-        // The timer counts as soon as it is loaded, so these two may have changed since.
         set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
         set_chip(ioapic_chip(&saved.ioapic))?;
         if before.map(|vm| &vm.pic_slave) != Some(&saved.pic_slave) {
             set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
         }
-        if before.map(|vm| &vm.pit) != Some(&saved.pit) {
-            let pit = kvm_pit_state2 {
-                channels: saved.pit.channels.each_ref().map(Into::into),
-                flags: saved.pit.flags,
-                ..Default::default()
-            };
-            kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))?;
-        }
         Ok(())
+    }
+
+    fn set_pit(&self, saved: &SavedPit) -> Result<(), BackendError> {
+        let pit = kvm_pit_state2 {
+            channels: saved.channels.each_ref().map(Into::into),
+            flags: saved.flags,
+            ..Default::default()
+        };
+        kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))
     }
 
     /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
@@ -218,12 +221,15 @@ impl VmBackend for KvmVm {
 
     fn save(&self) -> Result<Vec<u8>, BackendError> {
         let (clock, realtime_ns) = (self.get_clock()?, clock::realtime_ns());
-        let pit = kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?;
+        let pit = match &*lock(&self.held) {
+            Some(pit) => pit.clone(),
+            None => pit(&kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?),
+        };
         let saved = SavedVm {
             pic_master: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_MASTER)?)).into(),
             pic_slave: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_SLAVE)?)).into(),
             ioapic: ioapic(&self.get_chip(KVM_IRQCHIP_IOAPIC)?),
-            pit: SavedPit { channels: pit.channels.each_ref().map(Into::into), flags: pit.flags },
+            pit,
             clock: SavedClock {
                 clock_ns: clock.clock_ns,
                 realtime_ns,
@@ -242,6 +248,14 @@ impl VmBackend for KvmVm {
         let loaded = self.load_all(state, what_for);
         self.common.vm_loads.end();
         loaded
+    }
+
+    fn begin_run(&self) {
+        let Some(pit) = lock(&self.held).take() else { return };
+        // KVM takes any state of a timer that it has (arch/x86/kvm/x86.c, kvm_vm_ioctl_set_pit2).
+        if let Err(error) = self.set_pit(&pit) {
+            tracing::error!(%error, "the guest's interval timer stands still");
+        }
     }
 
     fn pulse_irq(&self, line: u32) {
@@ -298,6 +312,10 @@ mod chips {
 }
 
 use chips::{ioapic, pic};
+
+fn pit(state: &kvm_pit_state2) -> SavedPit {
+    SavedPit { channels: state.channels.each_ref().map(Into::into), flags: state.flags }
+}
 
 fn pic_chip(id: u32, pic: kvm_pic_state) -> kvm_irqchip {
     let mut chip = kvm_irqchip { chip_id: id, ..Default::default() };

@@ -1,14 +1,18 @@
 //! Machines under a real KVM. Without one these tests say so and pass.
 
 mod elf;
+mod guests;
 mod hostile;
+mod hypervisor_pages;
 mod kernels;
 pub(crate) mod loopback;
 mod moving;
 mod nics;
 mod stopping;
+mod timers;
 mod tracking;
 
+use crate::memory::GuestMemory;
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
 use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, SourceVmm};
 use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE};

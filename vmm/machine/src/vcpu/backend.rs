@@ -135,11 +135,13 @@ pub(crate) trait VcpuBackend: Send {
     /// instruction, to be served before the call is repeated.
     fn finish_io(&mut self) -> Result<Exit<'_>, BackendError>;
 
-    /// The vCPU's complete state, in an encoding of the backend's own. Only after `finish_io`.
+    /// The vCPU's complete state, in an encoding of the backend's own. Only after `finish_io`, and
+    /// of a guest that stopped only when all vCPUs are out: others send it interrupts until then.
     fn save(&mut self) -> Result<Vec<u8>, BackendError>;
 
     /// Loads what `save` gave, perhaps in another process. The bytes are hostile. Must be
-    /// repeatable: rehearsals load older states into the same vCPU.
+    /// repeatable: rehearsals load older states into the same vCPU. Guest memory is not complete
+    /// yet and not written; nothing counts or acts by itself after a rehearsal's.
     fn load(&mut self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError>;
 
     /// Goes the way into the guest and back without executing an instruction of it, so that the
@@ -184,8 +186,13 @@ pub(crate) trait VmBackend: Send + Sync {
     /// needs the VM's part to be loaded first waits until `load` has returned.
     fn begin_load(&self) {}
 
-    /// Loads what `save` gave; hostile, repeatable. After `begin_load`.
+    /// Loads what `save` gave; hostile, repeatable. After `begin_load`. Nothing counts or acts by
+    /// itself after a rehearsal's.
     fn load(&self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError>;
+
+    /// The guest is about to run, for the first time here or again: what a load held back because
+    /// it counts by itself is set going.
+    fn begin_run(&self) {}
 
     /// Raises an edge on an interrupt line; nothing where there are no interrupts.
     fn pulse_irq(&self, line: u32);

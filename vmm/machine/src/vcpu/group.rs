@@ -232,3 +232,80 @@ impl Drop for Group {
         self.end();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::backend::{Exit, Kicker, Start};
+    use super::*;
+    use crate::SerialOut;
+    use crate::devices::Endpoint;
+    use std::sync::atomic::AtomicU32;
+
+    struct Nobody;
+
+    impl Kicker for Nobody {
+        fn kick(&self) {}
+        fn clear(&self) {}
+        fn detach(&self) {}
+    }
+
+    /// Takes its time to leave, and notes how many had left when it is saved.
+    struct Slow {
+        leaves_after: Duration,
+        left: Arc<AtomicU32>,
+    }
+
+    impl VcpuBackend for Slow {
+        fn attach(&mut self) -> Result<(), BackendError> {
+            Ok(())
+        }
+
+        fn kicker(&self) -> Arc<dyn Kicker> {
+            Arc::new(Nobody)
+        }
+
+        fn set_start(&mut self, _: &Start) -> Result<(), BackendError> {
+            Ok(())
+        }
+
+        fn run(&mut self) -> Result<Exit<'_>, BackendError> {
+            Ok(Exit::Interrupted)
+        }
+
+        fn finish_io(&mut self) -> Result<Exit<'_>, BackendError> {
+            std::thread::sleep(self.leaves_after);
+            self.left.fetch_add(1, Ordering::SeqCst);
+            Ok(Exit::Interrupted)
+        }
+
+        fn save(&mut self) -> Result<Vec<u8>, BackendError> {
+            Ok(self.left.load(Ordering::SeqCst).to_le_bytes().to_vec())
+        }
+
+        fn load(&mut self, _: &[u8], _: LoadFor) -> Result<(), BackendError> {
+            Ok(())
+        }
+
+        fn enter_and_leave(&mut self) -> Result<Duration, BackendError> {
+            Ok(Duration::ZERO)
+        }
+    }
+
+    /// A vCPU that still runs may send an interrupt to one that has been saved.
+    #[test]
+    fn no_vcpu_is_saved_before_all_are_out() {
+        let left = Arc::new(AtomicU32::new(0));
+        let slow = |number: u64| -> Box<dyn VcpuBackend> {
+            let leaves_after = Duration::from_millis(20 * number);
+            Box::new(Slow { leaves_after, left: Arc::clone(&left) })
+        };
+        let bus = Arc::new(Bus::new(Endpoint::open(&SerialOut::None).unwrap()));
+        let group = Group::start((0..3).map(slow).collect(), bus, |_, _| Ok(())).unwrap();
+        for round in 1..=5u32 {
+            group.begin_save();
+            group.wait_out();
+            let saved = group.wait_saved().unwrap();
+            assert_eq!(saved, vec![(3 * round).to_le_bytes().to_vec(); 3]);
+        }
+    }
+}

@@ -96,6 +96,11 @@ impl VcpuThread {
     fn leave_and_save(&mut self) {
         let finished = self.finish_io();
         self.shared.out.arrive();
+        if self.order.then() == Then::Stay {
+            // Until all are out, one may send another an interrupt, which that one's state must
+            // have. A rehearsal's is never run.
+            self.shared.out.wait();
+        }
         let saved = finished.and_then(|()| self.backend.save());
         self.exchange(|exchange| exchange.saved = Some(saved));
         self.shared.done.arrive();

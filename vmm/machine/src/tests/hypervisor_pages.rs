@@ -1,0 +1,122 @@
+//! Guest memory that KVM writes by itself: what arrives is what the source had.
+
+use super::elf::{Scratch, boots, pvh};
+use super::*;
+use crate::{Factory, FactoryConfig};
+use martlet_ram::{DirtySource, RamBitmap};
+
+/// Where `guests/pages.s` keeps its numbers.
+const FEATURES: Gpa = Gpa(0x8000);
+const ROUNDS: Gpa = Gpa(0x8004);
+const WRONG: Gpa = Gpa(0x8008);
+
+fn word(machine: &Machine, at: Gpa) -> u32 {
+    let mut bytes = [0; 4];
+    assert!(machine.memory.read(at, &mut bytes));
+    u32::from_le_bytes(bytes)
+}
+
+fn wait_round(machine: &Machine) {
+    let now = word(machine, ROUNDS);
+    wait_for("another look at all pages", || {
+        assert_eq!(machine.group.ended_because(), None);
+        word(machine, ROUNDS) >= now + 2
+    });
+}
+
+/// Copies the pages that were written since the last time.
+fn copy_written(source: &Machine, tracker: &mut dyn DirtySource, target: &GuestMemory) {
+    let written = RamBitmap::new(source.guest_ram());
+    tracker.sync(&written).unwrap();
+    let mut bytes = [0; PAGE_BYTES];
+    for (index, bitmap) in written.iter() {
+        let first = source.guest_ram().regions()[usize::from(index.0)].range().start().0;
+        for word in 0..bitmap.word_count() {
+            let bits = bitmap.take_word(word);
+            tracker.rearm(index, word as u64 * 64, &[bits]).unwrap();
+            for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
+                let gpa = Gpa((first + word as u64 * 64 + bit) * PAGE_SIZE);
+                assert!(source.memory.read(gpa, &mut bytes) && target.write(gpa, &bytes));
+            }
+        }
+    }
+}
+
+fn assert_equal(source: &Machine, target: &GuestMemory, when: &str) {
+    let (mut here, mut there) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
+    for region in source.guest_ram().regions() {
+        for page in region.range().start().0..region.range().end().0 {
+            let gpa = Gpa(page * PAGE_SIZE);
+            assert!(source.memory.read(gpa, &mut here) && target.read(gpa, &mut there));
+            assert_eq!(here, there, "page {page:#x} {when}");
+        }
+    }
+}
+
+/// Moves the guest with nothing but its tracked pages, and compares all memory where the guest is
+/// not there yet.
+fn move_and_compare(source: &Machine) -> Arc<Machine> {
+    let factory = Factory::new(FactoryConfig::default()).unwrap();
+    let target = destination(&factory, source);
+    let memory = GuestMemory::new(target.ram());
+    let mut tracker = source.track().unwrap();
+    moving::copy_ram(source, &target.ram());
+    for _ in 0..2 {
+        let state = source.rehearse().unwrap().state;
+        let before = target.ram().digest().unwrap();
+        target.load_state(&state, LoadFor::Rehearsal).unwrap();
+        assert_eq!(target.ram().digest().unwrap(), before, "a rehearsal writes no memory");
+        copy_written(source, &mut *tracker, &memory);
+    }
+    target.arm(Duration::from_secs(1));
+    source.begin_pause();
+    let paused = source.wait_paused().unwrap();
+    copy_written(source, &mut *tracker, &memory);
+    let state = source.take_state().unwrap();
+    assert_equal(source, &memory, "after the last pages");
+    target.load_state(&state, START_HERE).unwrap();
+    assert_equal(source, &memory, "after the last load");
+    target.start(paused.permit, paused.was);
+    drop(tracker);
+    source.moved_away();
+    factory.machine().expect("it arrived")
+}
+
+#[test]
+fn what_kvm_writes_arrives_as_it_was() {
+    if !has_kvm() {
+        return;
+    }
+    let kernel = Scratch::new("pages", &pvh(&guests::pages()));
+    for tracking in [Tracking::Log, Tracking::Ring] {
+        let config = MachineConfig { tracking, ..boots(kernel.path(), 16) };
+        let Ok(machine) = Machine::new(&config) else {
+            eprintln!("skipped: no {tracking:?} here");
+            continue;
+        };
+        machine.continue_by_owner().unwrap();
+        let mut machine = machine;
+        wait_round(&machine);
+        eprintln!("KVM offers {:#x}", word(&machine, FEATURES));
+        for _ in 0..4 {
+            machine = move_and_compare(&machine);
+            wait_round(&machine);
+            assert_eq!(word(&machine, WRONG), 0);
+        }
+        // One that is paused when it comes has not met KVM here before it moves on.
+        machine.pause_by_owner().unwrap();
+        machine = move_and_compare(&machine);
+        machine = move_and_compare(&machine);
+        machine.continue_by_owner().unwrap();
+        wait_round(&machine);
+        assert_eq!(word(&machine, WRONG), 0);
+        assert_ne!(system_time(&machine), [0x55; 32], "KVM tells the time here, too");
+    }
+}
+
+/// The structure of kvmclock.
+fn system_time(machine: &Machine) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    assert!(machine.memory.read(Gpa(0x20_1000), &mut bytes));
+    bytes
+}
