@@ -60,7 +60,8 @@ Examples:
   martlet run --control /run/vm.sock --memory 2G --kernel vmlinux --cmdline console=ttyS0 \\
               --serial stdio
 
-The control socket speaks QMP. The process stays until `quit`, SIGINT or SIGTERM.")]
+The control socket speaks QMP. The process stays until `quit`, SIGINT or SIGTERM; they wait for a
+migration to be settled, and a second signal does not. SIGHUP is ignored.")]
     Run(RunArgs),
     /// Wait for a guest and become it.
     #[command(after_help = "\
@@ -81,7 +82,8 @@ Examples:
   martlet migrate --control /run/vm.sock tcp:host2:4444 --zero-check dsa:/dev/dsa/wq0.0
   martlet migrate --control /run/vm.sock rdma:host2:4444 --rdma-pin-all
 
-Ctrl-C cancels: the guest goes on where it was. The exit status is 0 only if the guest moved.")]
+Ctrl-C cancels: the guest goes on where it was. Exit status: 0 the guest moved, 1 it did not, 2 the
+command line can't be meant, 3 cancelled, 4 undecided: see `martlet resolve --help`.")]
     Migrate(MigrateArgs),
     /// Show how a guest and its migration stand.
     #[command(after_help = "\
@@ -103,8 +105,14 @@ A paused guest can be migrated, and stays paused.")]
     #[command(after_help = "Example:\n  martlet cont --control /run/vm.sock")]
     Cont(ControlArgs),
     /// End the process behind a control socket, and its guest if that is still there.
-    #[command(after_help = "Example:\n  martlet quit --control /run/vm.sock")]
-    Quit(ControlArgs),
+    #[command(after_help = "\
+Examples:
+  martlet quit --control /run/vm.sock
+  martlet quit --control /run/vm.sock --force
+
+A migration that runs is cancelled first, and if it can't be any more, its end is waited for. While
+it is undecided where the guest runs, only --force ends the process.")]
+    Quit(QuitArgs),
     /// Settle a migration whose connection broke at the commit, by asking the destination.
     #[command(after_help = "\
 Example:
@@ -342,6 +350,16 @@ pub(crate) struct ControlArgs {
     /// Control socket of the guest's process.
     #[arg(long = "control", value_name = "SOCK")]
     pub(crate) path: PathBuf,
+}
+
+/// Options of `quit`.
+#[derive(Debug, Args)]
+pub(crate) struct QuitArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// End it now, even if that may lose its guest.
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// How the two processes of a demo are connected.

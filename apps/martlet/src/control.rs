@@ -4,6 +4,9 @@
 
 mod incoming;
 mod outgoing;
+mod quit;
+
+pub(crate) use quit::QuitCause;
 
 use crate::failure::one_line;
 use crate::guest::{Guest, Listen};
@@ -15,61 +18,26 @@ use martlet_machine::{EndCause, GuestStatus, MachineInfo};
 use outgoing::Outgoing;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How often a migration is looked at for events. Its end is noticed at once. Longer than a
 /// blackout, since a look during it takes a core from it.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 /// How often a guest is looked at for having ended by itself.
 const GUEST_LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// How long `quit` waits for a running migration to be cancelled.
-const QUIT_CANCEL_MAX: Duration = Duration::from_secs(5);
-
-/// Why a process ends.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum QuitCause {
-    /// `quit` on the control socket.
-    Command,
-    /// SIGINT or SIGTERM.
-    Signal,
-    /// It was started to wait for a guest at an address where it can't.
-    CannotListen(String),
-    /// The guest ended itself.
-    Guest(EndCause),
-}
-
-impl QuitCause {
-    fn event(&self) -> Event {
-        let (guest, reason) = match self {
-            QuitCause::Command => (false, "host-qmp-quit"),
-            QuitCause::Signal => (false, "host-signal"),
-            QuitCause::CannotListen(_) => (false, "host-error"),
-            QuitCause::Guest(EndCause::Reset) => (true, "guest-reset"),
-            QuitCause::Guest(EndCause::Shutdown) => (true, "guest-shutdown"),
-            QuitCause::Guest(EndCause::Crash(_)) => (true, "guest-panic"),
-        };
-        Event::Shutdown { guest, reason }
-    }
-}
-
 #[derive(Default)]
 struct State {
     guest: Option<Arc<dyn Guest>>,
     incoming: Option<Place>,
     outgoing: Option<Outgoing>,
     options: MigrateOptions,
-    quit: Option<QuitCause>,
-}
-
-impl State {
-    fn refuse_if_ending(&self) -> Result<(), String> {
-        if self.quit.is_some() { Err("this process is ending".into()) } else { Ok(()) }
-    }
+    quit: quit::State,
 }
 
 /// See the module.
 pub(crate) struct Control {
     state: Mutex<State>,
+    /// There is a wish to end.
     quit: Condvar,
     listen: Option<Arc<dyn Listen>>,
     events: EventBus,
@@ -219,58 +187,22 @@ impl Control {
                     | GuestStatus::Switchover => {}
                     GuestStatus::Ended(EndCause::Crash(reason)) => {
                         let reason = one_line(&reason);
-                        crate::note(format_args!("the guest can't go on: {reason}"));
+                        crate::log::note(format_args!("the guest can't go on: {reason}"));
                         control.events.send(&Event::Stop);
                         return;
                     }
                     GuestStatus::Ended(cause) => {
-                        crate::note(format_args!("the guest ended itself: {cause}"));
+                        crate::log::note(format_args!("the guest ended itself: {cause}"));
                         if cause == EndCause::Reset {
                             control.events.send(&Event::Reset);
                         }
-                        control.request_quit(QuitCause::Guest(cause));
+                        control.guest_ended(cause);
                         return;
                     }
                     GuestStatus::Gone => return,
                 }
             }
         });
-    }
-
-    // --- the end ---
-
-    /// Asks the process to end. The first cause counts.
-    pub(crate) fn request_quit(&self, cause: QuitCause) {
-        self.lock().quit.get_or_insert(cause);
-        self.quit.notify_all();
-    }
-
-    /// Waits until somebody wants the process to end, then ends what runs in it: a migration is
-    /// cancelled if it can be, a receiver stops, the guest's vCPUs stop for good.
-    pub(crate) fn wait_for_quit(&self) -> QuitCause {
-        let mut state = self.lock();
-        let cause = loop {
-            if let Some(cause) = &state.quit {
-                break cause.clone();
-            }
-            state = self.quit.wait(state).unwrap_or_else(PoisonError::into_inner);
-        };
-        let attempt = state.attempt();
-        let (incoming, guest) = (state.receiver().cloned(), state.guest.clone());
-        drop(state);
-        if let Some(attempt) = attempt.filter(|a| !a.progress().status.is_final()) {
-            attempt.cancel();
-            let deadline = Instant::now() + QUIT_CANCEL_MAX;
-            while attempt.wait(LOOK_INTERVAL).is_none() && Instant::now() < deadline {}
-        }
-        self.events.send(&cause.event());
-        if let Some(incoming) = incoming {
-            incoming.stop();
-        }
-        if let Some(guest) = guest {
-            guest.quit();
-        }
-        cause
     }
 }
 

@@ -7,6 +7,7 @@ use martlet_machine::{Accel, GuestStatus, MachineInfo};
 use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -77,7 +78,10 @@ impl Attempt for FakeAttempt {
 
     fn cancel(&self) {
         self.note("cancel".to_owned());
-        self.reach(Status::Cancelled, 0);
+        // In the switchover it may be too late.
+        if self.progress().status != Status::Device {
+            self.reach(Status::Cancelled, 0);
+        }
     }
 
     fn set_downtime_limit(&self, limit: Duration) {
@@ -173,8 +177,16 @@ impl Guest for FakeGuest {
 /// A receiver whose course the test decides.
 pub(crate) struct FakeIncoming {
     pub(crate) status: Mutex<ReceiveStatus>,
+    stops: AtomicU32,
     address: Address,
     guest: Arc<FakeGuest>,
+}
+
+impl FakeIncoming {
+    /// How often it was asked to stop.
+    pub(crate) fn stops(&self) -> u32 {
+        self.stops.load(Ordering::SeqCst)
+    }
 }
 
 impl Incoming for FakeIncoming {
@@ -191,8 +203,13 @@ impl Incoming for FakeIncoming {
         self.status()
     }
 
+    /// An attempt that is under way goes on, as behind its commit.
     fn stop(&self) {
-        *self.status.lock().unwrap() = ReceiveStatus::Stopped;
+        self.stops.fetch_add(1, Ordering::SeqCst);
+        let mut status = self.status.lock().unwrap();
+        if matches!(*status, ReceiveStatus::Listening { .. }) {
+            *status = ReceiveStatus::Stopped;
+        }
     }
 
     fn guest(&self) -> Option<Arc<dyn Guest>> {
@@ -227,7 +244,12 @@ impl Listen for FakeListen {
         }
         let status = Mutex::new(ReceiveStatus::Listening { last_error: None });
         let guest = FakeGuest::new();
-        let incoming = Arc::new(FakeIncoming { status, address: address.clone(), guest });
+        let incoming = Arc::new(FakeIncoming {
+            status,
+            stops: AtomicU32::new(0),
+            address: address.clone(),
+            guest,
+        });
         self.opened.lock().unwrap().push(Arc::clone(&incoming));
         Ok(incoming)
     }

@@ -9,6 +9,8 @@ mod failure;
 #[cfg(test)]
 mod fake;
 mod guest;
+mod limits;
+mod log;
 mod qmp;
 mod report_json;
 mod scratch;
@@ -21,32 +23,69 @@ mod vm;
 use clap::Parser;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
-use failure::{EXIT_FAILURE, EXIT_UNDECIDED, EXIT_USAGE, Failure};
+use failure::Failure;
+use log::{Log, note};
+use signals::{Held, Signal};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => return usage(&error),
+    signals::survive_file_size_limit();
+    limits::raise_descriptors();
+    let cli = Cli::try_parse();
+    // Before the first thread, which is the log's.
+    let held = cli.as_ref().map_or(Ok(None), |cli| hold_signals(&cli.command));
+    let log = match Log::start() {
+        Ok(log) => log,
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "martlet: cannot start a thread: {error}");
+            return ExitCode::FAILURE;
+        }
     };
-    if let Err(error) = init_log(cli.log.as_deref()) {
-        return conclude(Err(error));
-    }
-    conclude(match &cli.command {
-        Command::Run(args) => commands::serve::run(args),
-        Command::Receive(args) => commands::serve::receive(args),
-        Command::Migrate(args) => commands::migrate::run(args),
+    let result = match (cli, held) {
+        (Err(error), _) => return usage(&error),
+        (_, Err(error)) => Err(Failure::because("cannot take signals", &error)),
+        (Ok(cli), Ok(held)) => log.filter(cli.log.as_deref()).and_then(|()| run(&cli, held)),
+    };
+    conclude(result)
+}
+
+/// Holds back the signals that the command takes; to all others they do what they always do. A
+/// `migrate` whose terminal is gone just ends: the migration does not need it.
+fn hold_signals(command: &Command) -> io::Result<Option<Held>> {
+    let signals: &[Signal] = match command {
+        Command::Run(_) | Command::Receive(_) | Command::Demo(_) => {
+            &[Signal::Interrupt, Signal::Terminate, Signal::HangUp]
+        }
+        Command::Migrate(_) => &[Signal::Interrupt, Signal::Terminate],
+        Command::Status(_)
+        | Command::Cancel(_)
+        | Command::Stop(_)
+        | Command::Cont(_)
+        | Command::Quit(_)
+        | Command::Resolve(_)
+        | Command::Bench(_)
+        | Command::Sim(_) => return Ok(None),
+    };
+    Held::hold(signals).map(Some)
+}
+
+fn run(cli: &Cli, held: Option<Held>) -> Result<(), Failure> {
+    let held = || held.expect("held for every command that takes signals");
+    match &cli.command {
+        Command::Run(args) => commands::serve::run(args, held()),
+        Command::Receive(args) => commands::serve::receive(args, held()),
+        Command::Migrate(args) => commands::migrate::run(args, held()),
         Command::Status(args) => commands::status::run(args),
         Command::Cancel(args) => commands::owner::cancel(args),
         Command::Stop(args) => commands::owner::stop(args),
         Command::Cont(args) => commands::owner::cont(args),
         Command::Quit(args) => commands::owner::quit(args),
         Command::Resolve(args) => commands::owner::resolve(args),
-        Command::Demo(args) => commands::demo::run(args, cli.log.as_deref()),
+        Command::Demo(args) => commands::demo::run(args, cli.log.as_deref(), held()),
         Command::Bench(command) => commands::bench::run(command),
         Command::Sim(command) => commands::sim::run(command),
-    })
+    }
 }
 
 /// Help and version as clap prints them; anything else as one line.
@@ -59,7 +98,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
-            ExitCode::from(EXIT_USAGE)
+            ExitCode::from(failure::EXIT_USAGE)
         }
         _ => conclude(Err(Failure::Usage(cli::one_line(error)))),
     }
@@ -67,24 +106,10 @@ fn usage(error: &clap::Error) -> ExitCode {
 
 fn conclude(result: Result<(), Failure>) -> ExitCode {
     let Err(failure) = result else { return ExitCode::SUCCESS };
-    match &failure {
-        Failure::Reported => return ExitCode::from(EXIT_FAILURE),
-        Failure::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            return ExitCode::SUCCESS;
-        }
-        Failure::Usage(_) | Failure::Failed(_) | Failure::Undecided(_) | Failure::Output(_) => {}
+    if !failure.is_said() {
+        note(format_args!("{}", failure::one_line(&failure.to_string())));
     }
-    note(format_args!("{}", failure::one_line(&failure.to_string())));
-    match failure {
-        Failure::Usage(_) => ExitCode::from(EXIT_USAGE),
-        Failure::Undecided(_) => ExitCode::from(EXIT_UNDECIDED),
-        Failure::Failed(_) | Failure::Reported | Failure::Output(_) => ExitCode::from(EXIT_FAILURE),
-    }
-}
-
-/// One line on standard error, for the owner. A closed standard error is no reason to end.
-pub(crate) fn note(text: std::fmt::Arguments<'_>) {
-    let _ = writeln!(io::stderr(), "martlet: {text}");
+    ExitCode::from(failure.exit_status())
 }
 
 /// Writes to standard output at once.
@@ -92,20 +117,5 @@ pub(crate) fn out(text: std::fmt::Arguments<'_>) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     stdout.write_fmt(text)?;
     stdout.flush()?;
-    Ok(())
-}
-
-/// Logs on standard error: what `--log` or `RUST_LOG` says, else warnings.
-fn init_log(filter: Option<&str>) -> Result<(), Failure> {
-    use tracing_subscriber::EnvFilter;
-    let from_env = std::env::var("RUST_LOG").ok();
-    let text = filter.or(from_env.as_deref()).filter(|text| !text.is_empty()).unwrap_or("warn");
-    let filter = EnvFilter::try_new(text)
-        .map_err(|e| Failure::Usage(format!("`{text}` is not a log filter: {e}")))?;
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(false)
-        .init();
     Ok(())
 }

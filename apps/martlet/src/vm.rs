@@ -3,7 +3,8 @@
 use crate::cli::{AccelArg, HostArgs, ReceiveArgs, RunArgs, SerialArg, TrackingArg};
 use crate::failure::{Failure, chain};
 use crate::guest::{Attempt, Guest, Incoming, Listen};
-use crate::{note, vdpa};
+use crate::log::note;
+use crate::vdpa;
 use martlet_engine::{
     DestinationFactory, MigrateOptions, Migration, Progress, ReceiveStatus, Receiver, Report,
     SourceVmm, Status,

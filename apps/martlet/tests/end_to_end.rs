@@ -1,141 +1,15 @@
 //! Real guests, moved between real processes by the built command. With KVM where there is KVM,
 //! else with threads: the command chooses.
 
+#[path = "support/command.rs"]
+mod command;
+
+use command::*;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
-
-/// Longer than anything takes on a busy host, shorter than patience.
-const LIMIT: Duration = Duration::from_secs(60);
-/// A guest that leaves the host's cores to the other tests.
-const PROGRAM: &str = "fill=16M,ws=4M,rate=1/ms,tick=1ms,verify=16";
-
-/// A folder of its own for each test; sockets in it have short names.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Folder {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("martlet-e2e-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("a new folder");
-        Folder(path)
-    }
-
-    fn at(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("a plain path").to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A process that is killed if a test fails before it ends.
-struct Process(Child);
-
-impl Process {
-    fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            if let Some(status) = self.0.try_wait().expect("a child") {
-                return status;
-            }
-            assert!(Instant::now() < deadline, "a process does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.0.id().to_string();
-        let status = Command::new("kill").args([name, &pid]).status().expect("kill starts");
-        assert!(status.success());
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_martlet"));
-    command.args(arguments).env_remove("RUST_LOG").stdin(Stdio::null());
-    command
-}
-
-fn martlet(arguments: &[&str]) -> Output {
-    command(arguments).output().expect("the command starts")
-}
-
-fn stdout(output: &Output) -> String {
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}: {stderr}", output.status);
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-fn json(output: &Output) -> Value {
-    serde_json::from_str(&stdout(output)).expect("one JSON object")
-}
-
-/// Starts `run` or `receive` and waits until it serves its control socket.
-fn start(control: &str, arguments: &[&str]) -> Process {
-    let mut command = command(arguments);
-    command.args(["--control", control]).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut process = Process(command.spawn().expect("the command starts"));
-    let deadline = Instant::now() + LIMIT;
-    while UnixStream::connect(control).is_err() {
-        if process.0.try_wait().expect("a child").is_some() {
-            panic!("{arguments:?} ended: {}", last_words(&mut process));
-        }
-        assert!(Instant::now() < deadline, "{arguments:?} does not open its socket");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    process
-}
-
-fn last_words(process: &mut Process) -> String {
-    let stderr = process.0.stderr.take().expect("piped");
-    BufReader::new(stderr).lines().map_while(Result::ok).collect::<Vec<_>>().join("\n")
-}
-
-fn start_guest(control: &str) -> Process {
-    start(control, &["run", "--memory", "64M", "--program", PROGRAM])
-}
-
-fn status(control: &str) -> Value {
-    json(&martlet(&["status", "--control", control, "--json"]))
-}
-
-/// Waits until `is` holds of a control socket's status.
-fn await_status(control: &str, what: &str, is: impl Fn(&Value) -> bool) -> Value {
-    let deadline = Instant::now() + LIMIT;
-    loop {
-        let now = status(control);
-        if is(&now) {
-            return now;
-        }
-        assert!(Instant::now() < deadline, "not {what}: {now}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-fn await_filled(control: &str) {
-    await_status(control, "filled", |now| now["guest"]["filled"] == true);
-}
-
-fn checked(now: &Value) -> u64 {
-    now["guest"]["verified-pages"].as_u64().expect("the built-in guest")
-}
+use std::path::Path;
+use std::process::Stdio;
 
 #[test]
 fn a_guest_moves_and_goes_on() {
@@ -216,25 +90,25 @@ fn a_cancelled_or_failed_migration_harms_nobody() {
         await_status(&here, "migrating", |now| now["migration"]["status"] == "active");
         client
     };
-    let outcome = |mut client: Process| {
-        assert_eq!(client.wait().code(), Some(1));
+    let outcome = |mut client: Process, code: i32| {
+        assert_eq!(client.wait().code(), Some(code));
         let stdout = client.0.stdout.take().expect("piped");
         serde_json::from_reader::<_, Value>(stdout).expect("one object")["outcome"].clone()
     };
     // By another command.
     let client = begin();
     assert!(martlet(&["cancel", "--control", &here]).status.success());
-    assert_eq!(outcome(client), "cancelled");
+    assert_eq!(outcome(client, 3), "cancelled");
     // By Ctrl-C.
     let client = begin();
     client.signal("-INT");
-    assert_eq!(outcome(client), "cancelled");
+    assert_eq!(outcome(client, 3), "cancelled");
     let now = await_status(&there, "listening on", |now| now["migration"]["status"] == "setup");
     assert!(now["migration"]["error-desc"].is_string(), "{now}");
     // By the death of the destination.
     let client = begin();
     drop(destination);
-    assert_eq!(outcome(client), "failed");
+    assert_eq!(outcome(client, 1), "failed");
     let before = status(&here);
     assert_eq!(before["status"], "running");
     // The next attempt, to the next destination at the same addresses, is as good as the first.
@@ -311,7 +185,7 @@ fn an_interrupted_demo_leaves_nothing() {
     let mut lines = BufReader::new(stdout).lines();
     assert!(lines.any(|line| line.is_ok_and(|line| line.contains("load"))), "it is under way");
     demo.signal("-INT");
-    assert_eq!(demo.wait().code(), Some(1));
+    assert_eq!(demo.wait().code(), Some(3));
     let left: Vec<_> = std::fs::read_dir(&folder.0).expect("the folder").collect();
     assert!(left.is_empty(), "{left:?}");
 }

@@ -1,21 +1,21 @@
 //! `migrate`: a client of the control socket that starts a migration and shows how it goes.
 
 use super::follow::{self, Request};
-use super::serve::EXIT_BY_SIGNAL;
 use crate::cli::{MigrateArgs, OutputArgs};
 use crate::failure::Failure;
 use crate::qmp::client::Client;
 use crate::report_json::{OutcomeJson, ReportJson};
+use crate::signals::Held;
 use crate::view::progress::{Kind, MigrationProgress};
 use crate::view::timeline::Timeline;
 use crate::view::{Style, number, summary, svg};
-use crate::{out, signals};
+use crate::{log, out};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// `martlet migrate`.
-pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
-    let interrupts = interrupts()?;
+pub(crate) fn run(args: &MigrateArgs, signals: Held) -> Result<(), Failure> {
+    let interrupts = interrupts(signals)?;
     let mut client = Client::connect(&args.control.path)?;
     let request = Request::of(args);
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));
@@ -31,27 +31,24 @@ pub(crate) fn run(args: &MigrateArgs) -> Result<(), Failure> {
     let equal = report.memory_equal != Some(false);
     match report.outcome {
         OutcomeJson::Completed if equal => Ok(()),
-        OutcomeJson::Completed
-        | OutcomeJson::Failed
-        | OutcomeJson::Cancelled
-        | OutcomeJson::Undecided => Err(Failure::Reported),
+        outcome => Err(Failure::Reported(outcome)),
     }
 }
 
-/// Counts SIGINT and SIGTERM from now on; the third one ends the process at once. Call it before
-/// any thread exists.
-pub(crate) fn interrupts() -> Result<Arc<AtomicU32>, Failure> {
-    /// Signals after which somebody is taken to be out of patience.
-    const PATIENCE: u32 = 2;
+/// Counts signals from now on; the third one ends the process at once.
+pub(crate) fn interrupts(signals: Held) -> Result<Arc<AtomicU32>, Failure> {
+    /// Who asks this often and once more does not want to wait any longer.
+    const ASKED_MAX: u32 = 2;
     let count = Arc::new(AtomicU32::new(0));
     let counted = Arc::clone(&count);
-    signals::on_termination(move |before| {
-        counted.store(before.saturating_add(1), Ordering::Relaxed);
-        if before >= PATIENCE {
-            std::process::exit(EXIT_BY_SIGNAL);
-        }
-    })
-    .map_err(|e| Failure::because("cannot take signals", &e))?;
+    signals
+        .deliver(move |signal| {
+            // Relaxed: a number that only grows; nothing else hangs on it.
+            if counted.fetch_add(1, Ordering::Relaxed) >= ASKED_MAX {
+                log::exit(signal.exit_status());
+            }
+        })
+        .map_err(|e| Failure::because("cannot take signals", &e))?;
     Ok(count)
 }
 

@@ -1,16 +1,19 @@
 //! `stop`, `cont`, `cancel`, `quit` and `resolve`: one command each to the control socket.
 
-use crate::cli::ControlArgs;
+use crate::cli::{ControlArgs, QuitArgs};
 use crate::failure::{Failure, one_line};
 use crate::out;
 use crate::qmp::client::{Client, ClientError};
-use serde_json::Value;
+use crate::snapshot::Snapshot;
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// How long `quit` waits for the process to have closed its socket.
 const QUIT_MAX: Duration = Duration::from_secs(10);
 /// How long `cancel` waits for the migration to have ended.
 const CANCEL_MAX: Duration = Duration::from_secs(30);
+/// Between two looks at a process that is to end; its end is noticed at once.
+const QUIT_LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// Between two looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -55,18 +58,40 @@ pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
 }
 
 /// `martlet quit`: returns when the process has closed its control socket.
-pub(crate) fn quit(args: &ControlArgs) -> Result<(), Failure> {
-    let mut client = Client::connect(&args.path)?;
-    client.ask("quit")?;
-    let deadline = Instant::now() + QUIT_MAX;
-    while Instant::now() < deadline {
-        match client.next_event(LOOK_INTERVAL) {
-            Ok(_) => {}
+pub(crate) fn quit(args: &QuitArgs) -> Result<(), Failure> {
+    let mut client = Client::connect(&args.control.path)?;
+    let before = super::follow::query(&mut client)?;
+    client.execute("quit", &json!({ "x-force": args.force }))?;
+    let mut deadline = Instant::now() + QUIT_MAX;
+    loop {
+        match client.next_event(QUIT_LOOK_INTERVAL) {
+            Ok(Some(_)) => continue,
+            Ok(None) => {}
             Err(ClientError::Gone { .. }) => return Ok(()),
             Err(error) => return Err(error.into()),
         }
+        let snapshot = match client.ask("query-migrate") {
+            Err(ClientError::Gone { .. }) => return Ok(()),
+            answer => super::follow::read::<Snapshot>(answer?, "query-migrate")?,
+        };
+        if snapshot.status == "x-undecided" {
+            let text = "the process does not end: it is undecided where its guest runs, see \
+                        `martlet resolve --help`";
+            return Err(Failure::Undecided(text.to_owned()));
+        }
+        let is_destination = !snapshot.socket_address.is_empty();
+        if is_destination && snapshot.status == "completed" && before.status != "completed" {
+            let text = "the process does not end: a guest has just arrived there";
+            return Err(Failure::Failed(text.to_owned()));
+        }
+        // A migration that is in its switchover is waited for.
+        if !snapshot.status.is_empty() && !snapshot.is_final() {
+            deadline = Instant::now() + QUIT_MAX;
+        }
+        if Instant::now() >= deadline {
+            return Err(Failure::Failed("the process does not end".to_owned()));
+        }
     }
-    Err(Failure::Failed("the process does not end".to_owned()))
 }
 
 /// `martlet resolve`: says what became of the guest.
@@ -94,7 +119,6 @@ fn settled(answer: &Value) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn each_end_has_its_words_and_its_exit_status() {

@@ -5,8 +5,10 @@ use crate::cli::{ReceiveArgs, RunArgs};
 use crate::control::{Control, QuitCause};
 use crate::control_socket::ControlSocket;
 use crate::failure::Failure;
+use crate::log::{self, note};
 use crate::qmp::server;
-use crate::{note, signals, vm};
+use crate::signals::{Held, Signal};
+use crate::vm;
 use martlet_transport::Address;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -19,10 +21,10 @@ const FAREWELL_MAX: Duration = Duration::from_millis(500);
 const LISTEN_FIRST_MAX: Duration = Duration::from_secs(1);
 
 /// `martlet run`.
-pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &RunArgs, signals: Held) -> Result<(), Failure> {
     die_with_parent(args.host.parent)?;
+    let signals = SignalDesk::open(signals)?;
     let config = vm::run_config(args)?;
-    let signals = SignalDesk::open()?;
     // Before the machine: a socket in use must be noticed before memory is filled.
     let socket = bind(&args.control.path, &signals)?;
     let guest = vm::boot(&config, &args.host)?;
@@ -40,10 +42,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 }
 
 /// `martlet receive`.
-pub(crate) fn receive(args: &ReceiveArgs) -> Result<(), Failure> {
+pub(crate) fn receive(args: &ReceiveArgs, signals: Held) -> Result<(), Failure> {
     die_with_parent(args.host.parent)?;
+    let signals = SignalDesk::open(signals)?;
     let listen = vm::listener(args)?;
-    let signals = SignalDesk::open()?;
     let socket = bind(&args.control.path, &signals)?;
     let control = Control::waiting(listen);
     match &args.listen {
@@ -68,7 +70,7 @@ fn listen_soon(control: &Arc<Control>, address: &Address, path: &Path) -> Result
                 let path = path.display();
                 note(format_args!("waiting for a guest at {address}; control socket {path}"));
             }
-            Err(reason) => control.request_quit(QuitCause::CannotListen(reason)),
+            Err(reason) => control.cannot_listen(reason),
         }
         drop(done);
     };
@@ -98,11 +100,11 @@ fn serve(
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|e| Failure::because("control socket", &e))?;
     let clients = server::serve(listener, Arc::clone(control));
-    let cause = control.wait_for_quit();
+    let end = control.wait_for_quit();
     // Gone from the file system first: whoever sees this process end may start the next one.
     socket.remove();
     clients.finish(FAREWELL_MAX);
-    match cause {
+    match end? {
         QuitCause::CannotListen(reason) => Err(Failure::Failed(reason)),
         QuitCause::Command | QuitCause::Signal | QuitCause::Guest(_) => Ok(()),
     }
@@ -119,23 +121,24 @@ enum Desk {
 }
 
 impl SignalDesk {
-    /// Call it before any thread exists.
-    fn open() -> Result<SignalDesk, Failure> {
+    fn open(signals: Held) -> Result<SignalDesk, Failure> {
         let desk = SignalDesk(Arc::new(Mutex::new(Desk::Starting(None))));
         let shared = Arc::clone(&desk.0);
-        signals::on_termination(move |before| {
-            match &*shared.lock().unwrap_or_else(PoisonError::into_inner) {
-                Desk::Serving(control) if before == 0 => {
-                    control.request_quit(QuitCause::Signal);
-                    return;
+        signals
+            .deliver(move |signal| {
+                if signal == Signal::HangUp {
+                    // A guest outlives the terminal that it was started from, as it does with
+                    // every other daemon.
+                    return note(format_args!("SIGHUP is ignored; SIGTERM ends this process"));
                 }
-                Desk::Starting(Some(socket)) => socket.remove(),
-                // Who asks twice does not want to wait.
-                Desk::Serving(_) | Desk::Starting(None) => {}
-            }
-            std::process::exit(EXIT_BY_SIGNAL);
-        })
-        .map_err(|e| Failure::because("cannot take signals", &e))?;
+                match &*shared.lock().unwrap_or_else(PoisonError::into_inner) {
+                    Desk::Serving(control) if control.quit_by_signal() => return,
+                    Desk::Starting(Some(socket)) => socket.remove(),
+                    Desk::Serving(_) | Desk::Starting(None) => {}
+                }
+                log::exit(signal.exit_status());
+            })
+            .map_err(|e| Failure::because("cannot take signals", &e))?;
         Ok(desk)
     }
 
@@ -144,9 +147,6 @@ impl SignalDesk {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = desk;
     }
 }
-
-/// Exit status of a process ended by SIGINT, as shells count it.
-pub(crate) const EXIT_BY_SIGNAL: i32 = 128 + 2;
 
 /// Asks the kernel to end this process when its parent has died. `expected` is who that should
 /// be: if it died before we asked, we have another parent by now.

@@ -29,7 +29,7 @@ impl State {
     }
 
     fn refuse_to_receive(&self) -> Result<(), String> {
-        self.refuse_if_ending()?;
+        self.quit.refuse_if_ending()?;
         if self.guest.is_some() {
             return Err("a guest is here already".into());
         }
@@ -58,7 +58,7 @@ impl Control {
         let mut state = self.lock();
         state.incoming = None;
         let incoming = opened.map_err(|e| format!("cannot listen at {at}: {e}"))?;
-        if let Err(ending) = state.refuse_if_ending() {
+        if let Err(ending) = state.quit.refuse_if_ending() {
             drop(state);
             incoming.stop();
             return Err(ending);
@@ -88,7 +88,9 @@ impl Control {
                 ReceiveStatus::Listening { last_error } => {
                     let reason = last_error.as_deref().unwrap_or("the source went away");
                     let reason = one_line(reason);
-                    crate::note(format_args!("a migration to here failed: {reason}; listening on"));
+                    crate::log::note(format_args!(
+                        "a migration to here failed: {reason}; listening on"
+                    ));
                     self.events.send(&Event::Migration("failed"));
                 }
                 ReceiveStatus::Active => self.events.send(&Event::Migration("active")),
@@ -106,7 +108,9 @@ impl Control {
 
     fn welcome(self: &Arc<Control>, incoming: &dyn Incoming) {
         let Some(guest) = incoming.guest() else {
-            crate::note(format_args!("a guest arrived, but its machine is not here: a defect"));
+            crate::log::note(format_args!(
+                "a guest arrived, but its machine is not here: a defect"
+            ));
             return;
         };
         self.lock().guest = Some(Arc::clone(&guest));

@@ -28,7 +28,7 @@ impl State {
     }
 
     fn refuse_to_migrate(&self) -> Result<(), String> {
-        self.refuse_if_ending()?;
+        self.quit.refuse_if_ending()?;
         match self.outgoing.as_ref().map(|o| o.attempt.progress().status) {
             Some(Status::Completed) => Err("the guest has moved away".into()),
             Some(Status::Undecided) => {
@@ -68,6 +68,7 @@ impl Control {
         let attempt = attempt.map_err(|error| format!("the migration can't begin: {error}"))?;
         let narrator = Narrator::new(running);
         state.options = options;
+        state.quit.forget_refusal();
         state.outgoing = Some(Outgoing { attempt: Arc::clone(&attempt), narrator, setup: None });
         drop(state);
         let control = Arc::clone(self);
@@ -106,7 +107,7 @@ impl Control {
         }
         drop(state);
         if let (true, Some(error)) = (progress.status.is_final(), &progress.error) {
-            crate::note(format_args!("migration: {}", one_line(error)));
+            crate::log::note(format_args!("migration: {}", one_line(error)));
         }
         progress.status.is_final()
     }

@@ -105,6 +105,11 @@ pub(crate) fn execute(
             control.migrate(&arguments.address()?, arguments.options()?)?;
             done()
         }
+        "quit" => {
+            let arguments: schema::QuitArguments = parse(arguments)?;
+            control.request_quit(QuitCause::Command, arguments.force)?;
+            done()
+        }
         "migrate-incoming" => {
             let arguments: MigrateArguments = parse(arguments)?;
             control.receive(&arguments.address_only()?)?;
@@ -142,10 +147,6 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
         }
         "stop" => control.stop().map_err(QmpError::from).and_then(|()| done()),
         "cont" => control.cont().map_err(QmpError::from).and_then(|()| done()),
-        "quit" => {
-            control.request_quit(QuitCause::Command);
-            done()
-        }
         "migrate_cancel" => {
             control.cancel();
             done()

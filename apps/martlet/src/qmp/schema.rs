@@ -20,6 +20,15 @@ use std::time::Duration;
 #[serde(deny_unknown_fields)]
 pub(crate) struct NoArguments {}
 
+/// Arguments of `quit`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct QuitArguments {
+    /// End now, also in the middle of a migration or while one is undecided.
+    #[serde(default, rename = "x-force")]
+    pub(crate) force: bool,
+}
+
 /// Arguments of `qmp_capabilities`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -349,7 +349,7 @@ fn a_name_that_is_not_found_holds_up_nobody_else() {
     assert_eq!(other.run("query-migrate", &json!({})), json!({"return": {}}));
     assert_eq!(other.run("migrate_cancel", &json!({})), json!({"return": {}}));
     assert_eq!(other.run("quit", &json!({})), json!({"return": {}}));
-    assert_eq!(control.wait_for_quit(), QuitCause::Command);
+    assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Command);
     listen.answer();
     let late = loop {
         let object = slow.read();
@@ -449,7 +449,7 @@ fn a_guest_that_ends_itself_ends_the_process() {
     let (guest, control, clients) = with_guest();
     let mut wire = Wire::ready(&control, &clients);
     *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Reset);
-    assert_eq!(control.wait_for_quit(), QuitCause::Guest(EndCause::Reset));
+    assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Guest(EndCause::Reset));
     assert_eq!(wire.event().0, "RESET");
     let (name, data) = wire.event();
     assert_eq!((name.as_str(), &data["reason"]), ("SHUTDOWN", &json!("guest-reset")));
@@ -472,7 +472,7 @@ fn quit_cancels_a_migration_and_says_goodbye() {
     let mut wire = Wire::ready(&control, &clients);
     wire.run("migrate", &json!({"uri": "unix:/x"}));
     assert_eq!(wire.run("quit", &json!({})), json!({"return": {}}));
-    assert_eq!(control.wait_for_quit(), QuitCause::Command);
+    assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Command);
     assert_eq!(*guest.last_attempt().asked.lock().unwrap(), ["cancel"]);
     clients.finish(LIMIT);
     let mut rest = String::new();

@@ -2,11 +2,12 @@
 //! standard error, so that standard output holds the result and nothing else.
 
 use super::number::{bit_rate, grouped, millis, size};
+use crate::log::raw_line;
 use crate::snapshot::Snapshot;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use martlet_units::ByteCount;
 use std::fmt::Write as _;
-use std::io::{IsTerminal, Write as _};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 /// How often a bar is drawn, a second.
@@ -79,7 +80,7 @@ impl MigrationProgress {
                     self.round = round;
                     self.last_line = Some(Instant::now());
                     let at = snapshot.total_time;
-                    let _ = writeln!(std::io::stderr(), "{at:>7} ms  {}", line(snapshot));
+                    raw_line(format_args!("{at:>7} ms  {}", line(snapshot)));
                 }
             }
         }

@@ -8,12 +8,14 @@ use super::follow::{self, Request};
 use super::migrate::{interrupts, write_svg};
 use crate::cli::{AccelArg, DemoArgs, TransportArg};
 use crate::failure::Failure;
+use crate::log::note;
 use crate::report_json::{GuestJson, OutcomeJson, ReportJson};
 use crate::scratch::ScratchDir;
+use crate::signals::Held;
 use crate::view::number::{grouped, millis, plural, size};
 use crate::view::progress::{Kind, MigrationProgress, Steps};
 use crate::view::{BOLD, Style, summary};
-use crate::{note, out, vm};
+use crate::{out, vm};
 use martlet_guest_program::ProgramParams;
 use martlet_transport::Provider;
 use martlet_units::{ByteCount, PAGE_SIZE};
@@ -44,8 +46,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 const LINES_MAX: u32 = 20;
 
 /// `martlet demo`. `log` is the filter for the processes that it starts.
-pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
-    let interrupts = interrupts()?;
+pub(crate) fn run(args: &DemoArgs, log: Option<&str>, signals: Held) -> Result<(), Failure> {
+    let interrupts = interrupts(signals)?;
     let program = vm::program(args.program.as_deref(), args.memory)?;
     vm::check_program(&program, args.memory, args.vcpus)?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
@@ -54,7 +56,7 @@ pub(crate) fn run(args: &DemoArgs, log: Option<&str>) -> Result<(), Failure> {
     let mut demo = Demo { args, log, program, dir, style, kind, interrupts, started: 0 };
     let chain = demo.run()?;
     demo.show(&chain)?;
-    if chain.is_well() { Ok(()) } else { Err(Failure::Reported) }
+    if chain.is_well() { Ok(()) } else { Err(Failure::Reported(chain.outcome())) }
 }
 
 struct Demo<'a> {
@@ -346,7 +348,7 @@ impl Demo<'_> {
 fn check_interrupt(interrupts: &AtomicU32) -> Result<(), Failure> {
     // Relaxed: a number that only grows; nothing else hangs on it.
     if interrupts.load(Ordering::Relaxed) > 0 {
-        return Err(Failure::Failed("interrupted".to_owned()));
+        return Err(Failure::Cancelled("interrupted".to_owned()));
     }
     Ok(())
 }

@@ -74,6 +74,12 @@ impl Chain {
         self.may_go_on() && !self.runs.is_empty()
     }
 
+    /// How the run ended that ended it all.
+    pub(super) fn outcome(&self) -> OutcomeJson {
+        let failed = self.runs.iter().find(|r| r.outcome != OutcomeJson::Completed);
+        failed.map_or(OutcomeJson::Completed, |r| r.outcome)
+    }
+
     fn guest_is_whole(&self) -> bool {
         self.guest.as_ref().is_none_or(|guest| {
             let frames = guest.frames.unwrap_or_default().count;

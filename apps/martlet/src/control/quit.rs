@@ -1,0 +1,235 @@
+//! How a process comes to its end: in order, and not while that could lose a guest that may live
+//! nowhere else.
+
+use super::{Control, LOOK_INTERVAL};
+use crate::failure::Failure;
+use crate::guest::{Attempt, Incoming};
+use crate::log::note;
+use crate::qmp::events::Event;
+use martlet_engine::{ReceiveStatus, Status};
+use martlet_machine::EndCause;
+use std::sync::PoisonError;
+
+/// Why a process ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum QuitCause {
+    /// `quit` on the control socket.
+    Command,
+    /// SIGINT or SIGTERM.
+    Signal,
+    /// It was started to wait for a guest at an address where it can't.
+    CannotListen(String),
+    /// The guest ended itself.
+    Guest(EndCause),
+}
+
+impl QuitCause {
+    fn event(&self) -> Event {
+        let (guest, reason) = match self {
+            QuitCause::Command => (false, "host-qmp-quit"),
+            QuitCause::Signal => (false, "host-signal"),
+            QuitCause::CannotListen(_) => (false, "host-error"),
+            QuitCause::Guest(EndCause::Reset) => (true, "guest-reset"),
+            QuitCause::Guest(EndCause::Shutdown) => (true, "guest-shutdown"),
+            QuitCause::Guest(EndCause::Crash(_)) => (true, "guest-panic"),
+        };
+        Event::Shutdown { guest, reason }
+    }
+}
+
+/// What became of the wishes to end.
+#[derive(Default)]
+pub(super) struct State {
+    wish: Option<Wish>,
+    /// A signal was refused, and nothing has begun since.
+    refused_signal: bool,
+}
+
+struct Wish {
+    cause: QuitCause,
+    force: bool,
+}
+
+impl State {
+    /// Nothing new begins in a process that is about to end.
+    pub(super) fn refuse_if_ending(&self) -> Result<(), String> {
+        if self.wish.is_some() { Err("this process is ending".into()) } else { Ok(()) }
+    }
+
+    /// A migration begins: what was refused before it is no matter any more.
+    pub(super) fn forget_refusal(&mut self) {
+        self.refused_signal = false;
+    }
+}
+
+const UNDECIDED: &str = "it is undecided where the guest runs: `martlet resolve` asks the \
+                         destination, and an end by force loses the guest if it is not there";
+const ARRIVED: &str = "a guest has arrived here meanwhile, and runs nowhere else: ask again to end \
+                       it with this process";
+
+/// What keeps a process from its end.
+enum Obstacle {
+    /// Its guest would be lost, perhaps.
+    Refused(&'static str),
+    /// Nothing any more: who insists gets his way, and loses this.
+    Forced(Failure),
+}
+
+impl Control {
+    /// Asks the process to end. The first cause counts. Whoever uses force does not wait for a
+    /// migration to be settled.
+    ///
+    /// # Errors
+    /// Why the process does not end: it may hold the only copy of its guest, stopped.
+    pub(crate) fn request_quit(&self, cause: QuitCause, force: bool) -> Result<(), String> {
+        let undecided = self.outgoing_status() == Some(Status::Undecided);
+        let mut state = self.lock();
+        if undecided && !force {
+            state.quit.refused_signal |= cause == QuitCause::Signal;
+            return Err(UNDECIDED.into());
+        }
+        state.quit.wish.get_or_insert(Wish { cause, force }).force |= force;
+        drop(state);
+        self.quit.notify_all();
+        Ok(())
+    }
+
+    /// A signal asks the process to end. The second one uses force. Returns `false` at the third:
+    /// not even force has helped.
+    pub(crate) fn quit_by_signal(&self) -> bool {
+        let state = self.lock();
+        let forced = state.quit.wish.as_ref().is_some_and(|wish| wish.force);
+        let again = state.quit.wish.is_some() || state.quit.refused_signal;
+        drop(state);
+        if !forced && let Err(reason) = self.request_quit(QuitCause::Signal, again) {
+            note(format_args!("not ending: {reason}; a second signal is force"));
+        }
+        !forced
+    }
+
+    /// A guest that is over has nothing to lose.
+    pub(super) fn guest_ended(&self, cause: EndCause) {
+        // Never undecided: a guest ends itself only while it runs here.
+        let _ = self.request_quit(QuitCause::Guest(cause), false);
+    }
+
+    /// The process can't do what it was started for.
+    pub(crate) fn cannot_listen(&self, reason: String) {
+        // Nothing was begun, so nothing is undecided.
+        let _ = self.request_quit(QuitCause::CannotListen(reason), false);
+    }
+
+    /// Waits until somebody wants the process to end and nothing stands against it, then ends what
+    /// runs in it: a migration is cancelled if it can be, a receiver stops, the guest's vCPUs stop
+    /// for good.
+    ///
+    /// # Errors
+    /// What was lost to force.
+    pub(crate) fn wait_for_quit(&self) -> Result<QuitCause, Failure> {
+        loop {
+            let cause = self.wait_for_wish();
+            let result = match self.settle() {
+                Ok(()) => Ok(cause.clone()),
+                Err(Obstacle::Forced(failure)) => Err(failure),
+                Err(Obstacle::Refused(reason)) => {
+                    self.refuse(reason);
+                    continue;
+                }
+            };
+            self.events.send(&cause.event());
+            let state = self.lock();
+            let (incoming, guest) = (state.receiver().cloned(), state.guest.clone());
+            drop(state);
+            if let Some(incoming) = incoming {
+                incoming.stop();
+            }
+            if let Some(guest) = guest {
+                guest.quit();
+            }
+            return result;
+        }
+    }
+
+    fn wait_for_wish(&self) -> QuitCause {
+        let mut state = self.lock();
+        loop {
+            if let Some(wish) = &state.quit.wish {
+                return wish.cause.clone();
+            }
+            state = self.quit.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn refuse(&self, reason: &str) {
+        note(format_args!("not ending: {reason}"));
+        let mut state = self.lock();
+        if let Some(wish) = state.quit.wish.take() {
+            state.quit.refused_signal = wish.cause == QuitCause::Signal;
+        }
+    }
+
+    fn is_forced(&self) -> bool {
+        self.lock().quit.wish.as_ref().is_some_and(|wish| wish.force)
+    }
+
+    /// Ends a migration that runs, and waits until it is known which side has the guest.
+    fn settle(&self) -> Result<(), Obstacle> {
+        let state = self.lock();
+        let attempt = state.attempt();
+        let incoming = state.receiver().filter(|_| state.guest.is_none()).cloned();
+        drop(state);
+        if let Some(attempt) = attempt {
+            self.settle_outgoing(attempt.as_ref())?;
+        }
+        incoming.map_or(Ok(()), |incoming| self.settle_incoming(incoming.as_ref()))
+    }
+
+    /// However long it takes: the engine has a bound for each of its waits, and an answer that
+    /// comes late still gives the guest back.
+    fn settle_outgoing(&self, attempt: &dyn Attempt) -> Result<(), Obstacle> {
+        if !attempt.progress().status.is_final() {
+            attempt.cancel();
+        }
+        loop {
+            let forced = self.is_forced();
+            match attempt.progress().status {
+                Status::Completed | Status::Failed | Status::Cancelled => return Ok(()),
+                Status::Undecided if forced => {
+                    let text = "ended by force while it was undecided where the guest runs";
+                    return Err(Obstacle::Forced(Failure::Undecided(text.to_owned())));
+                }
+                Status::Undecided => return Err(Obstacle::Refused(UNDECIDED)),
+                Status::Setup | Status::Active | Status::Device | Status::Cancelling if forced => {
+                    let text = "ended by force before its migration was settled";
+                    return Err(Obstacle::Forced(Failure::Undecided(text.to_owned())));
+                }
+                Status::Setup | Status::Active | Status::Device | Status::Cancelling => {
+                    let _ = attempt.wait(LOOK_INTERVAL);
+                }
+            }
+        }
+    }
+
+    /// An attempt before its commit is abandoned, one behind it refuses the commit if it still
+    /// can. Otherwise the guest arrives.
+    fn settle_incoming(&self, incoming: &dyn Incoming) -> Result<(), Obstacle> {
+        let had_arrived = incoming.status() == ReceiveStatus::Arrived;
+        incoming.stop();
+        loop {
+            match incoming.wait(LOOK_INTERVAL) {
+                ReceiveStatus::Stopped | ReceiveStatus::Listening { .. } => return Ok(()),
+                ReceiveStatus::Arrived if had_arrived || self.is_forced() => return Ok(()),
+                ReceiveStatus::Arrived => return Err(Obstacle::Refused(ARRIVED)),
+                ReceiveStatus::Active if self.is_forced() => {
+                    let text = "ended by force in the middle of a migration to here";
+                    return Err(Obstacle::Forced(Failure::Undecided(text.to_owned())));
+                }
+                ReceiveStatus::Active => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "quit_tests.rs"]
+mod tests;
