@@ -11,6 +11,8 @@ const FILE_LINES_MAX: usize = 800;
 /// else gets it from a commit. Tests and the simulated world boot guests of their own.
 const BOOT: &str = "vmm/machine/src/machine.rs";
 const MAKER: &str = "migration/protocol/src/permit.rs";
+/// Who may take a person's word for it that the destination of an undecided attempt is gone.
+const OPERATOR: &str = "apps/martlet/src/control/outgoing.rs";
 
 /// Checks every file that git tracks.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
@@ -42,6 +44,7 @@ fn complaints(name: &str, text: &str) -> Vec<String> {
         wrong.push(format!("{name}: opts in to unsafe code without an UNSAFETY comment"));
     }
     wrong.extend(permit_complaint(name, text));
+    wrong.extend(override_complaint(name, text));
     for (index, line) in text.lines().enumerate() {
         let marker = concat!("TO", "DO");
         if line.contains(marker) {
@@ -53,15 +56,31 @@ fn complaints(name: &str, text: &str) -> Vec<String> {
 
 fn permit_complaint(name: &str, text: &str) -> Option<String> {
     let made = text.matches(concat!("for_new", "_guest")).count();
-    let is_test = name.contains("/tests/") || name.ends_with("tests.rs");
     let allowed = match name {
         BOOT => 1,
-        _ if name == MAKER || is_test || name.starts_with("sim/world/") => usize::MAX,
+        _ if name == MAKER || is_test(name) => usize::MAX,
         _ => 0,
     };
     (made > allowed).then(|| {
         format!("{name}: makes the right to run a guest, which only {BOOT} does, once, at a boot")
     })
+}
+
+fn override_complaint(name: &str, text: &str) -> Option<String> {
+    let taken = text.matches(concat!("given_by", "_a_person")).count();
+    let allowed = match name {
+        OPERATOR => 1,
+        _ if name == MAKER || is_test(name) => usize::MAX,
+        _ => 0,
+    };
+    (taken > allowed).then(|| {
+        format!("{name}: takes a person's word on a guest, which only {OPERATOR} does, once")
+    })
+}
+
+/// Tests, and the simulated world, which is one.
+fn is_test(name: &str) -> bool {
+    name.contains("/tests/") || name.ends_with("tests.rs") || name.starts_with("sim/world/")
 }
 
 #[cfg(test)]
@@ -75,6 +94,14 @@ mod tests {
         let explained = format!("{opted}// {}: because\n", concat!("UNSAF", "ETY"));
         assert!(complaints("a.rs", &explained).is_empty());
         assert_eq!(complaints("a.rs", &"\n".repeat(FILE_LINES_MAX + 1)).len(), 1);
+    }
+
+    #[test]
+    fn only_one_command_takes_a_persons_word() {
+        let once = concat!("OperatorsWord::given_by", "_a_person()");
+        assert!(complaints(OPERATOR, once).is_empty());
+        assert_eq!(complaints(OPERATOR, &format!("{once}; {once}")).len(), 1);
+        assert_eq!(complaints("migration/engine/src/source/driver.rs", once).len(), 1);
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub(crate) use measure::{
 pub(crate) use vdpa::{VdpaArg, VdpaLatency, VdpaModel};
 
 use crate::accelerator::ZeroCheckArg;
+use crate::control::Verdict;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use martlet_transport::{Address, Provider, RdmaOptions};
@@ -118,10 +119,12 @@ it is undecided where the guest runs, only --force ends the process.")]
 Example:
   martlet resolve --control /run/vm.sock
 
+  martlet resolve --control /run/vm.sock --run-here      the destination's host is gone for good
+
 The guest stays stopped here until the destination has answered: either it runs there, or it
 never will and goes on here. The exit status is 0 if the guest moved, 1 if it is here, and 4 while
-that is undecided.")]
-    Resolve(ControlArgs),
+that is undecided. With --run-here or --give-up it is 0 if that was done.")]
+    Resolve(ResolveArgs),
     /// Move a real guest between two processes of this host and show where the time went.
     #[command(after_help = "\
 Examples:
@@ -360,6 +363,35 @@ pub(crate) struct QuitArgs {
     /// End it now, even if that may lose its guest.
     #[arg(long)]
     pub(crate) force: bool,
+}
+
+/// Options of `resolve`.
+#[derive(Debug, Args)]
+pub(crate) struct ResolveArgs {
+    #[command(flatten)]
+    pub(crate) control: ControlArgs,
+    /// If the destination does not answer, run the guest here again. Only for a destination that
+    /// is gone for good: two copies of the guest run if it is not.
+    #[arg(long, conflicts_with = "give_up")]
+    pub(crate) run_here: bool,
+    /// If the destination does not answer, never run the guest here again. Only if it runs there,
+    /// or if nobody needs it any more.
+    #[arg(long)]
+    pub(crate) give_up: bool,
+    /// Say that what --run-here or --give-up needs is true, instead of being asked.
+    #[arg(long)]
+    pub(crate) confirmed: bool,
+}
+
+impl ResolveArgs {
+    /// What is to be done without an answer.
+    pub(crate) fn verdict(&self) -> Option<Verdict> {
+        match (self.run_here, self.give_up) {
+            (true, _) => Some(Verdict::RunHere),
+            (_, true) => Some(Verdict::GiveUp),
+            (false, false) => None,
+        }
+    }
 }
 
 /// How the two processes of a demo are connected.

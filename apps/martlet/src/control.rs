@@ -16,6 +16,7 @@ use martlet_engine::{MigrateOptions, Status};
 use martlet_guest_program::GuestCounters;
 use martlet_machine::{EndCause, GuestStatus, MachineInfo};
 use outgoing::Outgoing;
+pub(crate) use outgoing::Verdict;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -87,6 +88,7 @@ impl Control {
             Some(Status::Undecided) => {
                 Err("it is undecided where the guest runs: settle that first (x-resolve)".into())
             }
+            Some(Status::GivenUp) => Err("the guest was given up here".into()),
             Some(Status::Device) => Err("the guest is in its switchover".into()),
             Some(
                 Status::Setup
@@ -105,7 +107,7 @@ impl Control {
     pub(crate) fn run_state(&self) -> &'static str {
         let Ok(guest) = self.guest() else { return "inmigrate" };
         match self.outgoing_status() {
-            Some(Status::Completed) => return "postmigrate",
+            Some(Status::Completed | Status::GivenUp) => return "postmigrate",
             Some(Status::Device | Status::Undecided) => return "finish-migrate",
             Some(
                 Status::Setup

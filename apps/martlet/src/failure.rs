@@ -49,7 +49,7 @@ impl Failure {
                 // It moved, and what moved is not what it was.
                 OutcomeJson::Completed | OutcomeJson::Failed => EXIT_FAILURE,
                 OutcomeJson::Cancelled => EXIT_CANCELLED,
-                OutcomeJson::Undecided => EXIT_UNDECIDED,
+                OutcomeJson::Undecided | OutcomeJson::GivenUp => EXIT_UNDECIDED,
             },
         }
     }

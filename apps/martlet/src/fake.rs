@@ -1,7 +1,9 @@
 //! A pretended guest, migration and receiver, for testing what stands above them.
 
 use crate::guest::{Attempt, Guest, Incoming, Listen};
-use martlet_engine::{MigrateOptions, PageCounts, Progress, ReceiveStatus, Report, Status};
+use martlet_engine::{
+    MigrateOptions, OperatorOverride, PageCounts, Progress, ReceiveStatus, Report, Status,
+};
 use martlet_guest_program::GuestCounters;
 use martlet_machine::{Accel, GuestStatus, MachineInfo};
 use martlet_transport::Address;
@@ -50,6 +52,7 @@ impl FakeAttempt {
                 Status::Completed => martlet_engine::Outcome::Completed,
                 Status::Cancelled => martlet_engine::Outcome::Cancelled,
                 Status::Undecided => martlet_engine::Outcome::Undecided,
+                Status::GivenUp => martlet_engine::Outcome::GivenUp,
                 _ => martlet_engine::Outcome::Failed,
             };
             report.error.clone_from(&error);
@@ -100,6 +103,18 @@ impl Attempt for FakeAttempt {
         if self.progress().status == Status::Undecided {
             *self.guest.state.lock().unwrap() = GuestStatus::Running;
             self.reach(Status::Failed, 0);
+        }
+        Ok(self.progress().status)
+    }
+
+    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String> {
+        self.note(format!("{by:?}"));
+        match by {
+            OperatorOverride::RunHere(_) => {
+                *self.guest.state.lock().unwrap() = GuestStatus::Running;
+                self.reach(Status::Failed, 0);
+            }
+            OperatorOverride::GiveUp(_) => self.reach(Status::GivenUp, 0),
         }
         Ok(self.progress().status)
     }

@@ -71,7 +71,7 @@ impl From<&RdmaUse> for RdmaJson {
 
 /// How a migration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum OutcomeJson {
     /// The guest runs at the destination.
     Completed,
@@ -81,6 +81,8 @@ pub(crate) enum OutcomeJson {
     Cancelled,
     /// The destination must be asked.
     Undecided,
+    /// It was undecided, and the guest was given up here.
+    GivenUp,
 }
 
 impl OutcomeJson {
@@ -91,6 +93,7 @@ impl OutcomeJson {
             OutcomeJson::Failed => "failed",
             OutcomeJson::Cancelled => "cancelled",
             OutcomeJson::Undecided => "undecided",
+            OutcomeJson::GivenUp => "given-up",
         }
     }
 }
@@ -205,6 +208,7 @@ impl From<&Report> for ReportJson {
                 Outcome::Failed => OutcomeJson::Failed,
                 Outcome::Cancelled => OutcomeJson::Cancelled,
                 Outcome::Undecided => OutcomeJson::Undecided,
+                Outcome::GivenUp => OutcomeJson::GivenUp,
             },
             error: report.error.as_deref().map(crate::failure::one_line),
             total_ms: ms(report.total),

@@ -54,7 +54,10 @@ pub(crate) struct RamSnapshot {
 impl Snapshot {
     /// Whether nothing more will happen by itself.
     pub(crate) fn is_final(&self) -> bool {
-        matches!(self.status.as_str(), "completed" | "failed" | "cancelled" | "x-undecided")
+        matches!(
+            self.status.as_str(),
+            "completed" | "failed" | "cancelled" | "x-undecided" | "x-given-up"
+        )
     }
 
     /// How many of `ram.total` bytes are done with. In the first round that is what was looked

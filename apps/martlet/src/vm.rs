@@ -6,8 +6,8 @@ use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::log::note;
 use crate::vdpa;
 use martlet_engine::{
-    DestinationFactory, MigrateOptions, Migration, Progress, ReceiveStatus, Receiver, Report,
-    SourceVmm, Status,
+    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, ReceiveStatus,
+    Receiver, Report, SourceVmm, Status,
 };
 use martlet_guest_program::{GuestCounters, ProgramParams};
 use martlet_machine::{
@@ -201,6 +201,10 @@ impl Attempt for EngineAttempt {
 
     fn resolve(&self) -> Result<Status, String> {
         self.0.resolve().map_err(|error| error.reason)
+    }
+
+    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String> {
+        self.0.override_undecided(by).map_err(|error| error.reason)
     }
 }
 

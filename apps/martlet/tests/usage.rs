@@ -28,6 +28,7 @@ fn usage_errors_are_one_line_and_status_2() {
     let run = ["run", "--control", "/nonexistent/c"];
     for (arguments, part) in [
         (&["--frobnicate"][..], "unexpected argument '--frobnicate'"),
+        (&["resolve", "--control", "c", "--run-here", "--give-up"], "cannot be used with"),
         (&["frobnicate"], "unrecognized subcommand 'frobnicate'"),
         (&["run"], "--control <SOCK>"),
         (&[run[0], run[1], run[2]], "--memory <SIZE>"),

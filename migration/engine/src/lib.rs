@@ -3,6 +3,7 @@
 //! A VMM implements [`SourceVmm`] and [`DestinationVmm`]; [`Migration`] moves its guest away,
 //! [`Receiver`] takes one in.
 
+pub use martlet_protocol::{OperatorOverride, OperatorsWord};
 use martlet_transport::chain;
 
 mod accelerator;

@@ -25,13 +25,19 @@ pub enum Status {
     /// The connection broke after the commit was sent and before its acknowledgement came. The
     /// guest stays stopped here until the destination was asked.
     Undecided,
+    /// It was undecided, and its operator gave the guest up: it never runs here again.
+    GivenUp,
 }
 
 impl Status {
     /// Whether nothing more will happen by itself.
     pub fn is_final(self) -> bool {
         match self {
-            Status::Completed | Status::Failed | Status::Cancelled | Status::Undecided => true,
+            Status::Completed
+            | Status::Failed
+            | Status::Cancelled
+            | Status::Undecided
+            | Status::GivenUp => true,
             Status::Setup | Status::Active | Status::Device | Status::Cancelling => false,
         }
     }
@@ -141,6 +147,8 @@ pub enum Outcome {
     Cancelled,
     /// Nobody here can know; see [`Status::Undecided`].
     Undecided,
+    /// Nobody here knows, and the guest never runs here again; see [`Status::GivenUp`].
+    GivenUp,
 }
 
 /// What became of the guest's network cards in a switchover.

@@ -6,7 +6,9 @@
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};
-use martlet_engine::{MigrateOptions, Migration, Receiver, Status};
+use martlet_engine::{
+    MigrateOptions, Migration, OperatorOverride, OperatorsWord, Receiver, Status,
+};
 use martlet_transport::Address;
 use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader, Kind};
 use martlet_wire::hello::{HELLO_BYTES, Hello, Role};
@@ -34,7 +36,10 @@ enum Commit {
 struct Proxy {
     to: (String, u16),
     commit: Commit,
+    /// Whether they are let through, and how many came.
     queries: Mutex<(bool, u32)>,
+    /// The host of the destination is gone: connections are closed at once.
+    gone: AtomicBool,
     changed: Condvar,
 }
 
@@ -45,6 +50,7 @@ impl Proxy {
             to: (host, port),
             commit,
             queries: Mutex::default(),
+            gone: AtomicBool::new(false),
             changed: Condvar::new(),
         });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -65,6 +71,9 @@ impl Proxy {
     }
 
     fn serve(&self, mut client: TcpStream) {
+        if self.gone.load(Ordering::SeqCst) {
+            return;
+        }
         let mut hello = [0; HELLO_BYTES];
         if client.read_exact(&mut hello).is_err() {
             return;
@@ -185,6 +194,39 @@ fn a_guest_that_left_is_said_to_have_left() {
     for answer in resolve_thrice(&pair) {
         assert_eq!(answer, Ok(Status::Completed));
     }
+    assert!(!pair.source.is_running() && !pair.source.holds_permit());
+    pair.source.quit();
+}
+
+fn run_here() -> OperatorOverride {
+    OperatorOverride::RunHere(OperatorsWord::given_by_a_person())
+}
+
+#[test]
+fn a_guest_whose_destination_is_gone_is_taken_back_or_given_up_by_its_operator() {
+    for (by, end) in [
+        (run_here(), Status::Failed),
+        (OperatorOverride::GiveUp(OperatorsWord::given_by_a_person()), Status::GivenUp),
+    ] {
+        let pair = undecided(Commit::Lost);
+        pair.proxy.gone.store(true, Ordering::SeqCst);
+        pair.proxy.let_queries_through();
+        assert!(pair.migration.resolve().is_err(), "nobody answers");
+        assert!(!pair.source.is_running());
+        assert_eq!(pair.migration.override_undecided(by).unwrap(), end);
+        assert_eq!(pair.source.is_running(), end == Status::Failed);
+        let report = pair.migration.wait(LIMIT).unwrap();
+        assert!(report.error.unwrap().contains("by its operator"));
+        assert_eq!(pair.migration.resolve().unwrap(), end, "who asks later is told the same");
+        pair.source.quit();
+    }
+}
+
+#[test]
+fn an_operator_does_not_overrule_a_destination_that_answers() {
+    let pair = undecided(Commit::Unanswered);
+    pair.proxy.let_queries_through();
+    assert_eq!(pair.migration.override_undecided(run_here()).unwrap(), Status::Completed);
     assert!(!pair.source.is_running() && !pair.source.holds_permit());
     pair.source.quit();
 }

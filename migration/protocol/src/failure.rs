@@ -35,6 +35,9 @@ pub enum Failure {
     /// The destination, asked later, promised that it never ran the guest.
     #[error("the destination never got the guest to run")]
     NeverArrived,
+    /// The destination can't be asked, and the operator took the guest back.
+    #[error("taken back by its operator: the destination is gone and never ran the guest")]
+    TakenBack,
     /// A message that has no place where the attempt stands.
     #[error("the peer sent {message} while {phase}")]
     Unexpected {
@@ -118,7 +121,7 @@ impl Failure {
                 Fault::Connection
             }
             Failure::MemoryDiffers | Failure::Host { .. } | Failure::Misuse { .. } => Fault::Host,
-            Failure::Cancelled { .. } => Fault::Owner,
+            Failure::Cancelled { .. } | Failure::TakenBack => Fault::Owner,
         }
     }
 }

@@ -40,7 +40,7 @@ pub use destination::{
 };
 pub use failure::{Doubt, Failure, Fault};
 pub use ledger::Ledger;
-pub use permit::RunPermit;
+pub use permit::{OperatorOverride, OperatorsWord, RunPermit};
 pub use source::{
     Decision, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
 };

@@ -2,7 +2,7 @@
 //!
 //! The right's whole life is in this file: made at a guest's boot, given away with a commit, made
 //! anew at the destination from that same commit, and revived at the source only by a proof that
-//! the destination made nothing of it.
+//! the destination made nothing of it, or by a person who answers for that.
 
 use martlet_wire::control::{Abandon, Answer, Commit, Fate, InstanceId};
 
@@ -42,6 +42,11 @@ impl CommittedPermit {
     pub(crate) fn revive(self, _proof: Refusal) -> RunPermit {
         self.permit
     }
+
+    /// The right again, by the word of an operator, who answers for it.
+    pub(crate) fn revive_by_override(self, _word: OperatorsWord) -> RunPermit {
+        self.permit
+    }
 }
 
 /// A proof that the destination never ran the guest of this attempt and never will.
@@ -71,6 +76,33 @@ impl Refusal {
             Fate::Committed | Fate::Pending => false,
         };
         proves.then_some(Refusal { _private: () })
+    }
+}
+
+/// What an operator makes of an undecided attempt when the destination is gone for good, so that no
+/// proof will ever come.
+#[derive(Debug)]
+pub enum OperatorOverride {
+    /// The guest runs here again. The word is that the destination does not run it and never will:
+    /// its host is off, or cut off from everything that the guest could reach.
+    RunHere(OperatorsWord),
+    /// The guest never runs here again. The word is that it runs at the destination, or that nobody
+    /// needs it any more.
+    GiveUp(OperatorsWord),
+}
+
+/// That a person knows what an [`OperatorOverride`] says. Nothing can check it: if it is wrong, two
+/// hosts run one guest, or none does.
+#[derive(Debug)]
+pub struct OperatorsWord {
+    _private: (),
+}
+
+impl OperatorsWord {
+    /// Call it only where a person has said so, for this attempt, and was told what it means;
+    /// `cargo xtask check` knows the one place.
+    pub fn given_by_a_person() -> OperatorsWord {
+        OperatorsWord { _private: () }
     }
 }
 

@@ -46,6 +46,9 @@ pub enum Sabotage {
     KeepRehearsedState,
     /// The source runs the guest as soon as the migration is undecided.
     ResumeWhenUndecided,
+    /// The operator takes the guest back as soon as the migration is undecided, whether or not the
+    /// destination is gone.
+    OperatorLies,
     /// The source, resuming, forgets that the guest was paused by its owner.
     ForgetPaused,
 }

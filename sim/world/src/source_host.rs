@@ -8,7 +8,8 @@ use crate::world::{Event, Payload, World};
 use core::time::Duration;
 use martlet_policy::{AutoConverge, Convergence, Measurements, RoundResult, predict};
 use martlet_protocol::{
-    Decision, RunPermit, Source, SourceAction, SourceEvent, SourceOutcome, SourcePhase,
+    Decision, OperatorOverride, OperatorsWord, RunPermit, Source, SourceAction, SourceEvent,
+    SourceOutcome, SourcePhase,
 };
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 
@@ -355,6 +356,7 @@ impl World {
             SourceOutcome::Failed { reason } => {
                 ensure(!moved, || format!("failed ({reason}), but started"))?;
             }
+            SourceOutcome::GivenUp => {}
             SourceOutcome::Cancelled => {
                 ensure(!moved, || "cancelled, but started".to_owned())?;
             }
@@ -363,8 +365,16 @@ impl World {
                     let wait = Duration::from_micros(1 << self.chance.between(6, 21));
                     self.queue.put_after(wait, Event::Ask { attempt: self.attempt });
                 }
-                if self.scenario.sabotage == Some(Sabotage::ResumeWhenUndecided) {
-                    self.source.machine.permit = Some(RunPermit::for_new_guest());
+                match self.scenario.sabotage {
+                    Some(Sabotage::ResumeWhenUndecided) => {
+                        self.source.machine.permit = Some(RunPermit::for_new_guest());
+                    }
+                    Some(Sabotage::OperatorLies) => {
+                        let by = OperatorOverride::RunHere(OperatorsWord::given_by_a_person());
+                        self.tell_source(SourceEvent::Overridden { by, answer: None })?;
+                        return Ok(());
+                    }
+                    _ => {}
                 }
             }
         }

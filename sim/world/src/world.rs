@@ -8,7 +8,9 @@ use crate::scenario::{Fault, START, Scenario, When};
 use crate::source_host::{DOWNTIME_LIMIT, SourceHost, SourceWork};
 use crate::trace::Trace;
 use core::time::Duration;
-use martlet_protocol::{Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase};
+use martlet_protocol::{
+    OperatorOverride, OperatorsWord, Source, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
+};
 use martlet_simulation::Chance;
 use martlet_units::Instant;
 use martlet_wire::control::{Answer, BOOT_ID_UNTOLD, Control, Fate, MigrationId, Setup, WireRange};
@@ -534,6 +536,32 @@ impl World {
         self.tell_source(SourceEvent::Fate(answer))?;
         ensure(self.source.phase() == Some(SourcePhase::Undecided), || {
             "another process's word was believed".to_owned()
+        })?;
+        self.operator_decides(answer)
+    }
+
+    /// Nobody can prove anything any more, so in some of the runs a person decides. The process
+    /// that had the commit is dead, so whatever they say is true.
+    fn operator_decides(&mut self, answer: Answer) -> Result<(), Violation> {
+        let word = OperatorsWord::given_by_a_person();
+        let (by, phase) = match self.chance.below(3) {
+            0 => (OperatorOverride::RunHere(word), SourcePhase::Failed),
+            1 => (OperatorOverride::GiveUp(word), SourcePhase::GivenUp),
+            _ => return Ok(()),
+        };
+        if phase == SourcePhase::Failed {
+            // The copy that may have run there died with its process. The next attempt has a
+            // process of its own, which nothing of this one reaches.
+            self.destination.alive = false;
+            (self.checker.moved, self.checker.died) = (false, false);
+        }
+        let answer = self.chance.coin().then_some(answer);
+        self.tell_source(SourceEvent::Overridden { by, answer })?;
+        ensure(self.source.phase() == Some(phase), || {
+            format!("the operator's word led to {:?}", self.source.phase())
+        })?;
+        ensure(self.stayed() == (phase == SourcePhase::Failed), || {
+            format!("the guest's permit after {phase:?} is where it should not be")
         })
     }
 
@@ -577,8 +605,9 @@ impl World {
             ensure(there || self.checker.died, || "the moved guest is nowhere".to_owned())?;
         } else if self.source.alive {
             // It stayed, or nobody knows because the destination's process is gone.
-            let undecided = self.source.phase() == Some(SourcePhase::Undecided);
-            ensure(here || undecided, || "the guest that stayed is nowhere".to_owned())?;
+            let phase = self.source.phase();
+            let is_open = matches!(phase, Some(SourcePhase::Undecided | SourcePhase::GivenUp));
+            ensure(here || is_open, || "the guest that stayed is nowhere".to_owned())?;
         } else {
             // It died with the source; the destination has nothing and says so.
             ensure(!there, || "a guest from nowhere".to_owned())?;

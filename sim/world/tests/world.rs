@@ -113,6 +113,7 @@ fn mistakes_are_noticed() {
         (Sabotage::ReadBeforeRearm, "at the destination"),
         (Sabotage::KeepRehearsedState, "state"),
         (Sabotage::ResumeWhenUndecided, "permit"),
+        (Sabotage::OperatorLies, "started"),
         (Sabotage::ForgetPaused, "running became true"),
     ] {
         let noticed = (0..500).find_map(|seed| {
@@ -120,7 +121,9 @@ fn mistakes_are_noticed() {
                 Sabotage::FirstBarrierCounts
                 | Sabotage::ReadBeforeRearm
                 | Sabotage::KeepRehearsedState => Scenario::clean(seed),
-                Sabotage::ResumeWhenUndecided | Sabotage::ForgetPaused => Scenario::random(seed),
+                Sabotage::ResumeWhenUndecided | Sabotage::OperatorLies | Sabotage::ForgetPaused => {
+                    Scenario::random(seed)
+                }
             };
             run(&scenario.sabotaged(sabotage)).err()
         });

@@ -1,11 +1,14 @@
 //! `stop`, `cont`, `cancel`, `quit` and `resolve`: one command each to the control socket.
 
-use crate::cli::{ControlArgs, QuitArgs};
+use crate::cli::{ControlArgs, QuitArgs, ResolveArgs};
+use crate::control::Verdict;
 use crate::failure::{Failure, one_line};
+use crate::log::note;
 use crate::out;
 use crate::qmp::client::{Client, ClientError};
 use crate::snapshot::Snapshot;
 use serde_json::{Value, json};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 /// How long `quit` waits for the process to have closed its socket.
@@ -94,25 +97,81 @@ pub(crate) fn quit(args: &QuitArgs) -> Result<(), Failure> {
     }
 }
 
-/// `martlet resolve`: says what became of the guest.
-pub(crate) fn resolve(args: &ControlArgs) -> Result<(), Failure> {
-    settled(&Client::connect(&args.path)?.ask("x-resolve")?)
+/// `martlet resolve`: says what became of the guest; if nobody knows, an operator may decide.
+pub(crate) fn resolve(args: &ResolveArgs) -> Result<(), Failure> {
+    let verdict = args.verdict();
+    let mut client = Client::connect(&args.control.path)?;
+    let answer = match verdict {
+        None => client.ask("x-resolve"),
+        Some(verdict) => {
+            confirm(verdict, args.confirmed)?;
+            match verdict {
+                Verdict::RunHere => {
+                    let arguments = json!({ "destination-never-runs-it": true });
+                    client.execute("x-resolve-run-here", &arguments)
+                }
+                Verdict::GiveUp => {
+                    let arguments = json!({ "never-runs-here-again": true });
+                    client.execute("x-resolve-give-up", &arguments)
+                }
+            }
+        }
+    };
+    let (words, result) = settled(verdict, &answer?);
+    result.map_err(|failure| failure(words.clone()))?;
+    out(format_args!("{words}\n"))
 }
 
-/// What `x-resolve` answered, in words and as an exit status.
-fn settled(answer: &Value) -> Result<(), Failure> {
+/// Tells what has to be true, and has it confirmed.
+fn confirm(verdict: Verdict, confirmed: bool) -> Result<(), Failure> {
+    note(format_args!("if the destination does not answer: {}", verdict.meaning()));
+    if confirmed {
+        return Ok(());
+    }
+    if !std::io::stdin().is_terminal() {
+        let how = "say --confirmed if that is so (there is no terminal to ask at)";
+        return Err(Failure::Usage(how.to_owned()));
+    }
+    note(format_args!("type `yes` if that is so:"));
+    let mut answer = String::new();
+    std::io::stdin().read_line(&mut answer).map_err(|e| Failure::because("no answer", &e))?;
+    if answer.trim() == "yes" {
+        Ok(())
+    } else {
+        Err(Failure::Failed("nothing was done".to_owned()))
+    }
+}
+
+/// What came of `x-resolve` in words, and which exit status that is.
+fn settled(
+    verdict: Option<Verdict>,
+    answer: &Value,
+) -> (String, Result<(), fn(String) -> Failure>) {
     let reason = one_line(answer["error-desc"].as_str().unwrap_or("no reason given"));
-    match answer["status"].as_str() {
-        Some("completed") => out(format_args!("the guest moved: it is at the destination\n")),
-        Some("x-undecided") => Err(Failure::Undecided(format!(
-            "still undecided, so the guest stays stopped here: {reason}"
-        ))),
-        Some("cancelled") => Err(Failure::Failed(
-            "the guest did not move, it is here as before: cancelled by its owner".to_owned(),
-        )),
-        Some(_) | None => {
-            Err(Failure::Failed(format!("the guest did not move, it is here as before: {reason}")))
+    let status = answer["status"].as_str().unwrap_or("unknown");
+    match (verdict, status) {
+        (None, "completed") => ("the guest moved: it is at the destination".to_owned(), Ok(())),
+        (Some(_), "completed") => (
+            "nothing to decide: the destination answered, and the guest is there".to_owned(),
+            Err(Failure::Failed),
+        ),
+        (Some(Verdict::RunHere), "failed") => {
+            (format!("the guest runs here again: {reason}"), Ok(()))
         }
+        (Some(Verdict::GiveUp), "x-given-up") => (reason, Ok(())),
+        (_, "x-undecided") => (
+            format!("still undecided, so the guest stays stopped here: {reason}"),
+            Err(Failure::Undecided),
+        ),
+        (_, "x-given-up") => (reason, Err(Failure::Undecided)),
+        (_, "cancelled") => (
+            "the guest did not move, it is here as before: cancelled by its owner".to_owned(),
+            Err(Failure::Failed),
+        ),
+        (_, _) => (
+            format!("the guest did not move, it is here as before: {reason}"),
+            Err(Failure::Failed),
+        ),
     }
 }
 
@@ -120,18 +179,40 @@ fn settled(answer: &Value) -> Result<(), Failure> {
 mod tests {
     use super::*;
 
+    /// The words and the exit status's kind.
+    fn end(verdict: Option<Verdict>, status: &str) -> (String, String) {
+        let answer = json!({"status": status, "error-desc": "the link broke"});
+        let (words, result) = settled(verdict, &answer);
+        let kind = match result.map_err(|failure| failure(String::new())) {
+            Ok(()) => "0",
+            Err(Failure::Failed(_)) => "1",
+            Err(Failure::Undecided(_)) => "4",
+            Err(other) => panic!("{other:?}"),
+        };
+        (words, kind.to_owned())
+    }
+
     #[test]
     fn each_end_has_its_words_and_its_exit_status() {
-        let end =
-            |status: &str| settled(&json!({"status": status, "error-desc": "the link broke"}));
-        assert!(matches!(end("completed"), Ok(())));
-        for (status, words) in [
-            ("failed", "the guest did not move, it is here as before: the link broke"),
-            ("cancelled", "the guest did not move, it is here as before: cancelled by its owner"),
-        ] {
-            assert!(matches!(end(status), Err(Failure::Failed(said)) if said == words), "{status}");
-        }
+        let (run_here, give_up) = (Some(Verdict::RunHere), Some(Verdict::GiveUp));
+        let here = "the guest did not move, it is here as before: ";
+        let answered = "nothing to decide: the destination answered, and the guest is there";
         let open = "still undecided, so the guest stays stopped here: the link broke";
-        assert!(matches!(end("x-undecided"), Err(Failure::Undecided(said)) if said == open));
+        for (verdict, status, words, exit) in [
+            (None, "completed", "the guest moved: it is at the destination", "0"),
+            (None, "failed", &format!("{here}the link broke"), "1"),
+            (None, "cancelled", &format!("{here}cancelled by its owner"), "1"),
+            (None, "x-undecided", open, "4"),
+            (None, "x-given-up", "the link broke", "4"),
+            (run_here, "failed", "the guest runs here again: the link broke", "0"),
+            (run_here, "completed", answered, "1"),
+            (run_here, "x-undecided", open, "4"),
+            (give_up, "x-given-up", "the link broke", "0"),
+            (give_up, "completed", answered, "1"),
+            (give_up, "failed", &format!("{here}the link broke"), "1"),
+            (give_up, "x-undecided", open, "4"),
+        ] {
+            assert_eq!(end(verdict, status), (words.to_owned(), exit.to_owned()), "{status}");
+        }
     }
 }

@@ -48,6 +48,9 @@ fn meaning(status: &str, migration: &Snapshot) -> &'static str {
         ("paused", _) => "paused by its owner",
         ("inmigrate", "active") => "a guest is on its way to here",
         ("inmigrate", _) => "waiting for a guest",
+        ("postmigrate", "x-given-up") => {
+            "given up by its operator: it will not run here again, and may run elsewhere"
+        }
         ("postmigrate", _) => "the guest has moved away and will not run here again",
         ("finish-migrate", "x-undecided") => {
             "stopped: the connection broke at the commit; `martlet resolve` asks the destination"

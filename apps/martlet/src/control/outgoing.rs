@@ -6,7 +6,7 @@ use crate::failure::one_line;
 use crate::guest::{Attempt, Guest};
 use crate::qmp::events::Narrator;
 use crate::qmp::schema;
-use martlet_engine::{MigrateOptions, Status};
+use martlet_engine::{MigrateOptions, OperatorOverride, OperatorsWord, Status};
 use martlet_machine::GuestStatus;
 use martlet_transport::Address;
 use serde_json::{Value, json};
@@ -19,6 +19,39 @@ pub(super) struct Outgoing {
     narrator: Narrator,
     /// When its rounds began, from its start.
     setup: Option<Duration>,
+}
+
+/// What an operator makes of an undecided migration whose destination is gone for good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    RunHere,
+    GiveUp,
+}
+
+impl Verdict {
+    /// What follows, and what whoever wants it must know to be true.
+    pub(crate) fn meaning(self) -> &'static str {
+        match self {
+            Verdict::RunHere => {
+                "the guest runs here again. That is right only if its destination does not run it \
+                 and never will: that host is off, or cut off from all disks and networks of the \
+                 guest. If it is wrong, two copies of the guest run and damage what they share"
+            }
+            Verdict::GiveUp => {
+                "the guest never runs here again, and its memory here is dropped. That is right \
+                 only if it runs at its destination, or if nobody needs it any more. If it is \
+                 wrong, the guest is lost"
+            }
+        }
+    }
+
+    fn into_override(self) -> OperatorOverride {
+        let word = OperatorsWord::given_by_a_person();
+        match self {
+            Verdict::RunHere => OperatorOverride::RunHere(word),
+            Verdict::GiveUp => OperatorOverride::GiveUp(word),
+        }
+    }
 }
 
 impl State {
@@ -37,6 +70,7 @@ impl State {
             Some(Status::Setup | Status::Active | Status::Device | Status::Cancelling) => {
                 Err("a migration is running already".into())
             }
+            Some(Status::GivenUp) => Err("the guest was given up here".into()),
             Some(Status::Failed | Status::Cancelled) | None => Ok(()),
         }
     }
@@ -91,7 +125,8 @@ impl Control {
             | Status::Failed
             | Status::Cancelling
             | Status::Cancelled
-            | Status::Undecided => None,
+            | Status::Undecided
+            | Status::GivenUp => None,
         };
         let mut state = self.lock();
         if let Some(outgoing) = &mut state.outgoing
@@ -121,15 +156,22 @@ impl Control {
     }
 
     /// `x-resolve`: what became of the last migration; if that is undecided, the destination is
-    /// asked first, which may take as long as a connection takes to be refused.
-    pub(crate) fn resolve(&self) -> Result<Value, String> {
+    /// asked first, which may take as long as a connection takes to be refused. If it does not
+    /// answer, the verdict counts.
+    pub(crate) fn resolve(&self, verdict: Option<Verdict>) -> Result<Value, String> {
         let guest = self.guest()?;
         let attempt = self.lock().attempt();
         let Some(attempt) = attempt else { return Err("there was no migration".into()) };
         if !attempt.progress().status.is_final() {
             return Err("the migration is still under way".into());
         }
-        let resolved = attempt.resolve();
+        let resolved = match verdict {
+            None => attempt.resolve(),
+            Some(verdict) => {
+                crate::log::note(format_args!("an operator decides: {}", verdict.meaning()));
+                attempt.override_undecided(verdict.into_override())
+            }
+        };
         // Its end is told before this is answered.
         self.look(&attempt, &guest);
         let (status, reason) = match resolved {

@@ -193,7 +193,9 @@ impl Control {
         loop {
             let forced = self.is_forced();
             match attempt.progress().status {
-                Status::Completed | Status::Failed | Status::Cancelled => return Ok(()),
+                Status::Completed | Status::Failed | Status::Cancelled | Status::GivenUp => {
+                    return Ok(());
+                }
                 Status::Undecided if forced => {
                     let text = "ended by force while it was undecided where the guest runs";
                     return Err(Obstacle::Forced(Failure::Undecided(text.to_owned())));

@@ -124,7 +124,7 @@ impl Client {
         let line = super::to_line(&request);
         let mut stream = self.values.get_ref().get_ref();
         stream.write_all(line.as_bytes()).map_err(|_| self.gone(command))?;
-        let limit = if command == "x-resolve" { RESOLVE_TIMEOUT } else { REPLY_TIMEOUT };
+        let limit = if command.starts_with("x-resolve") { RESOLVE_TIMEOUT } else { REPLY_TIMEOUT };
         let deadline = Instant::now() + limit;
         loop {
             let mut object = self.read_object(deadline, command)?;

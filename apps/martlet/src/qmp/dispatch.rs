@@ -1,7 +1,8 @@
 //! From a command's name and arguments to its result.
 
 use super::schema::{
-    self, Capabilities, MigrateArguments, NoArguments, SetCapabilities, SetParameters,
+    self, Capabilities, GiveUpArguments, MigrateArguments, NoArguments, RunHereArguments,
+    SetCapabilities, SetParameters,
 };
 use crate::control::{Control, QuitCause};
 use martlet_guest_program::{GuestCounters, NicCounters};
@@ -53,7 +54,7 @@ pub(crate) enum Mode {
 }
 
 /// Every command, in order of name; what `query-commands` returns.
-pub(crate) const COMMANDS: [&str; 19] = [
+pub(crate) const COMMANDS: [&str; 21] = [
     "cont",
     "migrate",
     "migrate-incoming",
@@ -73,6 +74,8 @@ pub(crate) const COMMANDS: [&str; 19] = [
     "x-query-guest",
     "x-query-machine",
     "x-resolve",
+    "x-resolve-give-up",
+    "x-resolve-run-here",
 ];
 
 /// Carries out one command. Arguments are checked before anything is done.
@@ -124,6 +127,14 @@ pub(crate) fn execute(
             let set: SetCapabilities = parse(arguments)?;
             control.set_options(set.check()?);
             done()
+        }
+        "x-resolve-run-here" => {
+            let arguments: RunHereArguments = parse(arguments)?;
+            Ok(control.resolve(Some(arguments.confirmed()?))?)
+        }
+        "x-resolve-give-up" => {
+            let arguments: GiveUpArguments = parse(arguments)?;
+            Ok(control.resolve(Some(arguments.confirmed()?))?)
         }
         _ => {
             if COMMANDS.contains(&name) {
@@ -178,7 +189,7 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
             })?;
             Ok(guest_counters(&check))
         }
-        "x-resolve" => Ok(control.resolve()?),
+        "x-resolve" => Ok(control.resolve(None)?),
         _ => Err(QmpError::not_found(name)),
     }
 }

@@ -119,6 +119,7 @@ pub(crate) fn status_word(status: Status) -> &'static str {
         Status::Cancelling => "cancelling",
         Status::Cancelled => "cancelled",
         Status::Undecided => "x-undecided",
+        Status::GivenUp => "x-given-up",
     }
 }
 
@@ -155,7 +156,7 @@ impl Narrator {
                 self.run_up_to(&[Status::Setup, Status::Active], progress, &mut events);
                 self.tell_passes(progress.round, &mut events);
             }
-            Status::Device | Status::Completed | Status::Undecided => {
+            Status::Device | Status::Completed | Status::Undecided | Status::GivenUp => {
                 let course = [Status::Setup, Status::Active, Status::Device];
                 self.run_up_to(&course, progress, &mut events);
                 self.tell(progress.status, &mut events);
@@ -216,7 +217,11 @@ impl Narrator {
             Status::Active => 2,
             Status::Device => 3,
             Status::Cancelling => 4,
-            Status::Completed | Status::Failed | Status::Cancelled | Status::Undecided => 5,
+            Status::Completed
+            | Status::Failed
+            | Status::Cancelled
+            | Status::Undecided
+            | Status::GivenUp => 5,
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::accelerator::ZeroCheckArg;
 use crate::cli::{
     CHANNELS_MAX, QUEUES_MAX, check_bandwidth, check_downtime_limit, check_rdma_chunk,
 };
+use crate::control::Verdict;
 use crate::report_json::{ReportJson, ms, round_to};
 use martlet_engine::{MigrateOptions, Progress, Report, Status};
 use martlet_ram::ZeroFinders;
@@ -317,6 +318,42 @@ fn whole_ms(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
+/// Arguments of `x-resolve-run-here`. What must be true is said by whoever wants it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct RunHereArguments {
+    #[serde(default)]
+    destination_never_runs_it: bool,
+}
+
+/// Arguments of `x-resolve-give-up`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct GiveUpArguments {
+    #[serde(default)]
+    never_runs_here_again: bool,
+}
+
+impl RunHereArguments {
+    /// Refuses what was not confirmed.
+    pub(crate) fn confirmed(&self) -> Result<Verdict, String> {
+        let said = self.destination_never_runs_it.then_some(Verdict::RunHere);
+        said.ok_or_else(|| {
+            format!("'destination-never-runs-it' must be true: {}", Verdict::RunHere.meaning())
+        })
+    }
+}
+
+impl GiveUpArguments {
+    /// Refuses what was not confirmed.
+    pub(crate) fn confirmed(&self) -> Result<Verdict, String> {
+        let said = self.never_runs_here_again.then_some(Verdict::GiveUp);
+        said.ok_or_else(|| {
+            format!("'never-runs-here-again' must be true: {}", Verdict::GiveUp.meaning())
+        })
+    }
+}
+
 /// What `x-resolve` returns: what became of the guest, and why.
 pub(crate) fn resolution(status: Status, reason: Option<&str>) -> Value {
     let mut answer = json!({ "status": status_word(status) });
@@ -355,7 +392,8 @@ pub(crate) fn migration_info(
         | Status::Failed
         | Status::Cancelling
         | Status::Cancelled
-        | Status::Undecided => {}
+        | Status::Undecided
+        | Status::GivenUp => {}
     }
     if progress.throttle_percent > 0 {
         info.insert("cpu-throttle-percentage".to_owned(), progress.throttle_percent.into());

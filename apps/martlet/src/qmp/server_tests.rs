@@ -406,6 +406,33 @@ fn an_undecided_migration_must_be_settled() {
 }
 
 #[test]
+fn an_operator_must_say_what_they_know_before_they_decide() {
+    for (command, key, end, state) in [
+        ("x-resolve-run-here", "destination-never-runs-it", "failed", "running"),
+        ("x-resolve-give-up", "never-runs-here-again", "x-given-up", "postmigrate"),
+    ] {
+        let (guest, control, clients) = with_guest();
+        let mut owner = Wire::ready(&control, &clients);
+        let sure = json!({ key: true });
+        assert_eq!(class(&owner.run(command, &sure)), "GenericError", "there was no migration");
+        owner.run("migrate", &json!({"uri": "unix:/x"}));
+        assert_eq!(class(&owner.run(command, &sure)), "GenericError", "it is under way");
+        *guest.state.lock().unwrap() = GuestStatus::Paused;
+        let attempt = guest.last_attempt();
+        attempt.reach(Status::Undecided, 0);
+        for unsure in [json!({}), json!({ key: false })] {
+            let refused = owner.run(command, &unsure);
+            let desc = refused["error"]["desc"].as_str().unwrap();
+            assert!(desc.starts_with(&format!("'{key}' must be true: the guest")), "{desc}");
+        }
+        assert!(attempt.asked.lock().unwrap().is_empty());
+        assert_eq!(owner.status(), "finish-migrate");
+        assert_eq!(owner.run(command, &sure)["return"]["status"], end);
+        assert_eq!(owner.status(), state);
+    }
+}
+
+#[test]
 fn a_guest_arrives() {
     let listen = Arc::new(FakeListen::default());
     let control = Control::waiting(Arc::clone(&listen) as _);

@@ -30,6 +30,7 @@ pub(crate) fn headline(report: &ReportJson, style: Style) -> String {
         OutcomeJson::Cancelled => {
             format!("{} after {total}: the guest goes on here", style.paint(BOLD, "cancelled"))
         }
+        OutcomeJson::GivenUp => failed("given up", report, &total, style),
         OutcomeJson::Undecided => {
             let line = failed("undecided", report, &total, style);
             format!(

@@ -143,6 +143,9 @@ impl Scene {
             for side in [Side::Source, Side::Destination] {
                 pair.stands_still(side)?;
             }
+            if ending == Ending::Undecided {
+                take_back(&mut pair.source.process, desk.plan.paused)?;
+            }
             let Pair { destination, .. } = pair;
             self.spare = alive(destination);
             return Ok(());
@@ -269,6 +272,20 @@ fn migrate(source: &mut Process, port: u16, plan: &Plan) -> Result<(), Trouble> 
     source.execute("migrate-set-parameters", &parameters)?;
     source.execute("migrate", &json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;
     Ok(())
+}
+
+/// The destination is gone for good, so the guest is taken back by its operator's word, as whole
+/// as it was.
+fn take_back(source: &mut Process, paused: bool) -> Result<(), String> {
+    let sure = json!({ "destination-never-runs-it": true });
+    let answer = source.execute("x-resolve-run-here", &sure);
+    if !answer.as_ref().is_ok_and(|value| value["status"] == "failed") {
+        return Err(format!("not taken back: {answer:?}"));
+    }
+    if paused {
+        source.ask("cont").map_err(|e| format!("cont: {e}"))?;
+    }
+    check_all(source)
 }
 
 /// Waits until the guest has checked all of its memory once more.

@@ -16,7 +16,9 @@ use crate::{GuestCheck, SourceVmm, chain, host};
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
-use martlet_protocol::{Decision, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome};
+use martlet_protocol::{
+    Decision, OperatorOverride, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome,
+};
 use martlet_ram::{Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner};
 use martlet_transport::{Address, ControlLink, Stream, Target, monotonic_now};
 use martlet_units::Instant;
@@ -133,6 +135,8 @@ struct Driver<'ram> {
     outcome: Option<SourceOutcome>,
     /// The destination is being asked what became of the guest.
     is_asking: bool,
+    /// What its operator wants done if the destination does not answer.
+    overriding: Option<OperatorOverride>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -230,6 +234,7 @@ impl<'ram> Driver<'ram> {
             guest: None,
             outcome: None,
             is_asking: false,
+            overriding: None,
             shared,
             vmm,
             ram,

@@ -1,5 +1,6 @@
 //! What other threads tell the source's driver.
 
+use martlet_protocol::OperatorOverride;
 use martlet_ram::LostPage;
 use martlet_transport::{Stream, Target};
 use martlet_wire::control::Answer;
@@ -24,6 +25,8 @@ pub(super) enum Event {
     Owner,
     /// The owner wants an undecided migration settled.
     Resolve,
+    /// An operator wants to end the doubt about one.
+    Override(OperatorOverride),
     /// What the destination said of an undecided migration, or why it said nothing.
     Asked(Result<Answer, String>),
 }

@@ -13,6 +13,7 @@ use crate::{SourceVmm, VmmError, host};
 use driver::Start;
 use events::Event;
 use martlet_policy::Pacer;
+use martlet_protocol::OperatorOverride;
 use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
 use martlet_transport::{Address, RdmaOptions, monotonic_now};
 use martlet_units::BytesPerSec;
@@ -163,5 +164,15 @@ impl Migration {
         self.shared
             .wait_settled(RESOLVE_MAX, ask)
             .map_err(|reason| VmmError { action: "resolve the migration".to_owned(), reason })
+    }
+
+    /// Ends an undecided migration by the word of its operator, for a destination that is gone for
+    /// good: `Failed` (the guest runs here again) or `GivenUp`. The destination is asked first, and
+    /// if the process that got the commit answers, that counts: then as [`Migration::resolve`].
+    pub fn override_undecided(&self, by: OperatorOverride) -> Result<Status, VmmError> {
+        let tell = || self.shared.events.post(Event::Override(by));
+        self.shared
+            .wait_settled(RESOLVE_MAX, tell)
+            .map_err(|reason| VmmError { action: "override the migration".to_owned(), reason })
     }
 }

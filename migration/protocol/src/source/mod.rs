@@ -189,7 +189,8 @@ impl Source {
             | SourcePhase::Withdrawing
             | SourcePhase::Completed
             | SourcePhase::Failed
-            | SourcePhase::Cancelled => return None,
+            | SourcePhase::Cancelled
+            | SourcePhase::GivenUp => return None,
         };
         Some((now.after(limit), limit))
     }
@@ -218,7 +219,8 @@ impl Source {
                 | SourcePhase::Confirming
                 | SourcePhase::Completed
                 | SourcePhase::Failed
-                | SourcePhase::Cancelled => false,
+                | SourcePhase::Cancelled
+                | SourcePhase::GivenUp => false,
             }
     }
 

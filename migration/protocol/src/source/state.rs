@@ -4,7 +4,7 @@ use super::types::{Decision, SourceAction, SourceEvent, SourceOutcome, SourcePha
 use super::{Input, Source};
 use crate::failure::{Doubt, Failure};
 use crate::limits;
-use crate::permit::{CommittedPermit, Refusal, RunPermit};
+use crate::permit::{CommittedPermit, OperatorOverride, Refusal, RunPermit};
 use martlet_units::Instant;
 use martlet_wire::control::{
     Abandon, Answer, Commit, Committed, Control, Fate, STATE_BYTES_MAX, State as SavedState,
@@ -76,6 +76,7 @@ pub(super) enum State {
     Completed,
     Failed,
     Cancelled,
+    GivenUp,
 }
 
 impl State {
@@ -97,6 +98,7 @@ impl State {
             State::Completed => SourcePhase::Completed,
             State::Failed => SourcePhase::Failed,
             State::Cancelled => SourcePhase::Cancelled,
+            State::GivenUp => SourcePhase::GivenUp,
         }
     }
 }
@@ -280,6 +282,9 @@ impl Source {
                 self.compare(held, last_round, Some(ours), theirs)
             }
             (State::Undecided { given }, SourceEvent::Fate(answer)) => self.on_fate(given, &answer),
+            (State::Undecided { given }, SourceEvent::Overridden { by, answer }) => {
+                self.on_override(given, by, answer)
+            }
             (state, _) => unreachable!("the table lets it through in {:?}", state.phase()),
         }
     }
@@ -407,6 +412,28 @@ impl Source {
         State::Undecided { given }
     }
 
+    /// The process that got the commit knows better than any operator; without it, the operator
+    /// answers for what follows.
+    fn on_override(&mut self, given: Given, by: OperatorOverride, answer: Option<Answer>) -> State {
+        let asked = self.peer.expect("a commit follows a SetupDone").instance;
+        if let Some(answer) = answer.filter(|answer| answer.instance == asked) {
+            return self.on_fate(given, &answer);
+        }
+        match by {
+            OperatorOverride::RunHere(word) => {
+                let Given { permit, running } = given;
+                let permit = permit.revive_by_override(word);
+                self.actions.push_back(SourceAction::Resume { permit, running });
+                self.end(Failure::TakenBack)
+            }
+            // The permit is dropped here.
+            OperatorOverride::GiveUp(_) => {
+                self.finish(SourceOutcome::GivenUp);
+                State::GivenUp
+            }
+        }
+    }
+
     /// The way out of every failure.
     pub(super) fn fail(&mut self, state: State, failure: Failure) -> State {
         match state {
@@ -443,7 +470,8 @@ impl Source {
             | State::Withdrawing { .. }
             | State::Completed
             | State::Failed
-            | State::Cancelled => state,
+            | State::Cancelled
+            | State::GivenUp => state,
         }
     }
 

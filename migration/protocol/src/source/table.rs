@@ -2,10 +2,11 @@
 //! step, and a snapshot test prints it.
 
 use super::types::{Decision, SourceEvent, SourcePhase};
+use crate::permit::OperatorOverride;
 use crate::reaction::Reaction::{self, Act, Ignore, Misuse, PeerFault};
 use SourcePhase::{
-    Cancelled, Committing, Comparing, Completed, Confirming, Connecting, Deciding, Failed, Pausing,
-    Rehearsing, Sending, SettingUp, Switching, Undecided, Withdrawing,
+    Cancelled, Committing, Comparing, Completed, Confirming, Connecting, Deciding, Failed, GivenUp,
+    Pausing, Rehearsing, Sending, SettingUp, Switching, Undecided, Withdrawing,
 };
 use martlet_wire::control::Control;
 
@@ -34,6 +35,8 @@ pub(crate) enum Kind {
     StateSaved,
     OwnDigest,
     Fate,
+    OverriddenRunHere,
+    OverriddenGiveUp,
     Cancel,
     HostFailed,
     ChannelLost,
@@ -61,6 +64,12 @@ impl Kind {
             SourceEvent::HostFailed { .. } => Kind::HostFailed,
             SourceEvent::Cancel { .. } => Kind::Cancel,
             SourceEvent::Fate(_) => Kind::Fate,
+            SourceEvent::Overridden { by: OperatorOverride::RunHere(_), .. } => {
+                Kind::OverriddenRunHere
+            }
+            SourceEvent::Overridden { by: OperatorOverride::GiveUp(_), .. } => {
+                Kind::OverriddenGiveUp
+            }
         }
     }
 
@@ -113,6 +122,7 @@ impl Kind {
             Kind::StateSaved => "a saved state",
             Kind::OwnDigest => "a digest",
             Kind::Fate => "a fate",
+            Kind::OverriddenRunHere | Kind::OverriddenGiveUp => "an operator's override",
             Kind::Cancel => "a cancel",
             Kind::HostFailed => "a host failure",
             Kind::ChannelLost => "a lost channel",
@@ -133,14 +143,14 @@ pub(crate) fn fallback(phase: SourcePhase) -> SourcePhase {
         Committing => Undecided,
         // The guest has left; what fails now can't bring it back.
         Confirming => Completed,
-        Undecided | Withdrawing | Completed | Failed | Cancelled => phase,
+        Undecided | Withdrawing | Completed | Failed | Cancelled | GivenUp => phase,
     }
 }
 
 /// Where the machine's work for the attempt is over, so that late reports mean nothing.
 fn is_late(phase: SourcePhase) -> bool {
     match phase {
-        Undecided | Withdrawing | Completed | Failed | Cancelled => true,
+        Undecided | Withdrawing | Completed | Failed | Cancelled | GivenUp => true,
         SettingUp | Connecting | Sending | Rehearsing | Deciding | Pausing | Switching
         | Comparing | Committing | Confirming => false,
     }
@@ -171,6 +181,14 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
         | Kind::OwnDigest => on_report(phase, kind),
         Kind::Fate => match phase {
             Undecided => Act(&[Undecided, Completed, Failed]),
+            _ => Ignore,
+        },
+        Kind::OverriddenRunHere => match phase {
+            Undecided => Act(&[Undecided, Completed, Failed]),
+            _ => Ignore,
+        },
+        Kind::OverriddenGiveUp => match phase {
+            Undecided => Act(&[Undecided, Completed, Failed, GivenUp]),
             _ => Ignore,
         },
         Kind::Cancel | Kind::HostFailed | Kind::ChannelLost => on_own_end(phase, kind),
@@ -243,7 +261,9 @@ fn on_own_end(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
         (Withdrawing, Kind::HostFailed) => Act(&[Failed, Cancelled]),
         (Withdrawing, _) => Ignore,
         // All that this side had to do is done.
-        (Committing | Undecided | Confirming | Completed | Failed | Cancelled, _) => Ignore,
+        (Committing | Undecided | Confirming | Completed | Failed | Cancelled | GivenUp, _) => {
+            Ignore
+        }
     }
 }
 
@@ -255,12 +275,12 @@ fn on_lost_peer(phase: SourcePhase) -> Reaction<SourcePhase> {
         Pausing => Act(&[Withdrawing]),
         Committing => Act(&[Undecided]),
         Confirming => Act(&[Completed]),
-        Undecided | Withdrawing | Completed | Failed | Cancelled => Ignore,
+        Undecided | Withdrawing | Completed | Failed | Cancelled | GivenUp => Ignore,
     }
 }
 
 #[cfg(test)]
-pub(crate) const PHASES: [SourcePhase; 15] = [
+pub(crate) const PHASES: [SourcePhase; 16] = [
     SettingUp,
     Connecting,
     Sending,
@@ -276,10 +296,11 @@ pub(crate) const PHASES: [SourcePhase; 15] = [
     Completed,
     Failed,
     Cancelled,
+    GivenUp,
 ];
 
 #[cfg(test)]
-pub(crate) const KINDS: [Kind; 28] = [
+pub(crate) const KINDS: [Kind; 30] = [
     Kind::GotSetupDone,
     Kind::GotChannelsReady,
     Kind::GotRoundReceived,
@@ -302,6 +323,8 @@ pub(crate) const KINDS: [Kind; 28] = [
     Kind::StateSaved,
     Kind::OwnDigest,
     Kind::Fate,
+    Kind::OverriddenRunHere,
+    Kind::OverriddenGiveUp,
     Kind::Cancel,
     Kind::HostFailed,
     Kind::ChannelLost,

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::clock_key::ClockKey;
 use crate::reaction::{Reaction, print_table};
-use crate::{Doubt, Failure, RunPermit, limits};
+use crate::{Doubt, Failure, OperatorOverride, OperatorsWord, RunPermit, limits};
 use core::time::Duration;
 use martlet_units::Instant;
 use martlet_wire::control::{
@@ -78,7 +78,7 @@ fn states() -> Vec<State> {
         states.push(State::Withdrawing { failure });
     }
     states.push(State::Confirming { committed: committed() });
-    states.extend([State::Completed, State::Failed, State::Cancelled]);
+    states.extend([State::Completed, State::Failed, State::Cancelled, State::GivenUp]);
     states
 }
 
@@ -132,8 +132,14 @@ fn inputs() -> Vec<(Kind, Input)> {
     }
     for instance in [HERE, ELSEWHERE] {
         for fate in [Fate::Unknown, Fate::Committed, Fate::Abandoned, Fate::Pending] {
-            events.push(SourceEvent::Fate(Answer { instance, fate }));
+            let answer = Answer { instance, fate };
+            events.push(SourceEvent::Fate(answer));
+            events.push(SourceEvent::Overridden { by: run_here(), answer: Some(answer) });
+            events.push(SourceEvent::Overridden { by: give_up(), answer: Some(answer) });
         }
+    }
+    for by in [run_here(), give_up()] {
+        events.push(SourceEvent::Overridden { by, answer: None });
     }
     let mut inputs: Vec<(Kind, Input)> =
         events.into_iter().map(|event| (Kind::of(&event), Input::Event(event))).collect();
@@ -217,7 +223,22 @@ fn copy(event: &SourceEvent) -> SourceEvent {
         SourceEvent::HostFailed { .. } => SourceEvent::HostFailed { reason: some_reason() },
         SourceEvent::Cancel { .. } => SourceEvent::Cancel { reason: some_reason() },
         SourceEvent::Fate(answer) => SourceEvent::Fate(*answer),
+        SourceEvent::Overridden { by, answer } => {
+            let by = match by {
+                OperatorOverride::RunHere(_) => run_here(),
+                OperatorOverride::GiveUp(_) => give_up(),
+            };
+            SourceEvent::Overridden { by, answer: *answer }
+        }
     }
+}
+
+fn run_here() -> OperatorOverride {
+    OperatorOverride::RunHere(OperatorsWord::given_by_a_person())
+}
+
+fn give_up() -> OperatorOverride {
+    OperatorOverride::GiveUp(OperatorsWord::given_by_a_person())
 }
 
 fn check_cell(mut source: Source, kind: Kind, input: Input) {
@@ -228,7 +249,8 @@ fn check_cell(mut source: Source, kind: Kind, input: Input) {
     source.advance(T0, kind, input);
     let to = source.phase();
 
-    let gone = matches!(to, SourcePhase::Confirming | SourcePhase::Completed);
+    let gone =
+        matches!(to, SourcePhase::Confirming | SourcePhase::Completed | SourcePhase::GivenUp);
     let second = brings && (had == 1 || gone);
     let expected =
         if gone || second { had.min(permits(&source)) } else { had + usize::from(brings) };
@@ -236,7 +258,8 @@ fn check_cell(mut source: Source, kind: Kind, input: Input) {
 
     let finished =
         source.actions.iter().filter(|action| matches!(action, SourceAction::Finish(_))).count();
-    let answered = kind == Kind::Fate && from == SourcePhase::Undecided;
+    let answers = [Kind::Fate, Kind::OverriddenRunHere, Kind::OverriddenGiveUp];
+    let answered = answers.contains(&kind) && from == SourcePhase::Undecided;
     let ended = to.is_over() && to != from;
     assert_eq!(finished, usize::from(ended || answered), "{told} led to {to:?}");
     if reaction(from, kind) == Reaction::Ignore {
@@ -304,6 +327,49 @@ fn the_destinations_promise_brings_the_guest_back() {
     let told = actions(&mut source);
     assert!(matches!(told[0], SourceAction::Resume { running: true, .. }), "{told:?}");
     assert_eq!(reason_of(&told[1]), Some(Failure::NeverArrived.to_string()));
+}
+
+#[test]
+fn an_operator_ends_the_doubt_where_the_destination_is_gone() {
+    for answer in [None, Some(Answer { instance: ELSEWHERE, fate: Fate::Unknown })] {
+        let mut source = undecided();
+        actions(&mut source);
+        source.on_event(T0, SourceEvent::Overridden { by: run_here(), answer });
+        let told = actions(&mut source);
+        assert!(matches!(told[0], SourceAction::Resume { running: true, .. }), "{told:?}");
+        assert_eq!(reason_of(&told[1]), Some(Failure::TakenBack.to_string()));
+
+        let mut source = undecided();
+        actions(&mut source);
+        source.on_event(T0, SourceEvent::Overridden { by: give_up(), answer });
+        let told = actions(&mut source);
+        assert!(matches!(told[..], [SourceAction::Finish(SourceOutcome::GivenUp)]), "{told:?}");
+        assert_eq!(source.phase(), SourcePhase::GivenUp);
+    }
+}
+
+#[test]
+fn the_destination_knows_better_than_an_operator() {
+    for (fate, phase) in [
+        (Fate::Committed, SourcePhase::Completed),
+        (Fate::Abandoned, SourcePhase::Failed),
+        (Fate::Pending, SourcePhase::Undecided),
+    ] {
+        for by in [run_here(), give_up()] {
+            let mut source = undecided();
+            let answer = Some(Answer { instance: HERE, fate });
+            source.on_event(T0, SourceEvent::Overridden { by, answer });
+            assert_eq!(source.phase(), phase, "{fate:?}");
+        }
+    }
+}
+
+#[test]
+fn nothing_but_doubt_can_be_overridden() {
+    let mut source = machine(false, State::Committing { given: given() });
+    source.on_event(T0, SourceEvent::Overridden { by: run_here(), answer: None });
+    assert_eq!(source.phase(), SourcePhase::Committing);
+    assert!(actions(&mut source).is_empty());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What goes into the source's machine and what comes out of it.
 
 use crate::clock_key::ClockKey;
-use crate::permit::RunPermit;
+use crate::permit::{OperatorOverride, RunPermit};
 use crate::{Doubt, Failure};
 use core::time::Duration;
 use martlet_wire::control::{Alive, Answer, Committed, Control, Setup};
@@ -92,6 +92,14 @@ pub enum SourceEvent {
     /// The destination's answer to a query about this attempt, while it is undecided. Each is
     /// answered by a [`SourceAction::Finish`].
     Fate(Answer),
+    /// An operator wants to end the doubt, and the destination was asked just before. If the
+    /// process that got the commit answered, its answer counts and not the operator.
+    Overridden {
+        /// What the operator wants.
+        by: OperatorOverride,
+        /// What was answered, if anybody did.
+        answer: Option<Answer>,
+    },
 }
 
 /// What the source is to do.
@@ -160,6 +168,8 @@ pub enum SourceOutcome {
     },
     /// The guest is here, as before, as the owner wished.
     Cancelled,
+    /// Nobody knows where the guest is, and its operator gave it up here: it never runs here again.
+    GivenUp,
     /// The guest is stopped here, and may run there. Ask the destination and report its answer
     /// with [`SourceEvent::Fate`].
     Undecided {
@@ -201,6 +211,8 @@ pub enum SourcePhase {
     Failed,
     /// The guest is here: the owner cancelled.
     Cancelled,
+    /// The guest was given up by its operator.
+    GivenUp,
 }
 
 impl SourcePhase {
@@ -222,6 +234,7 @@ impl SourcePhase {
             SourcePhase::Completed => "completed",
             SourcePhase::Failed => "failed",
             SourcePhase::Cancelled => "cancelled",
+            SourcePhase::GivenUp => "given up",
         }
     }
 
@@ -231,6 +244,7 @@ impl SourcePhase {
             SourcePhase::Completed
             | SourcePhase::Failed
             | SourcePhase::Cancelled
+            | SourcePhase::GivenUp
             | SourcePhase::Undecided => true,
             SourcePhase::SettingUp
             | SourcePhase::Connecting

@@ -13,7 +13,7 @@ use martlet_wire::control::Answer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tracing::info;
+use tracing::{info, warn};
 
 impl Driver<'_> {
     /// Frees what the attempt held and writes the report.
@@ -38,6 +38,10 @@ impl Driver<'_> {
                 let reason = self.cancelled_because.take();
                 (Status::Cancelled, Outcome::Cancelled, reason)
             }
+            SourceOutcome::GivenUp => {
+                let reason = "given up by its operator: where the guest is, is not known here";
+                (Status::GivenUp, Outcome::GivenUp, Some(reason.to_owned()))
+            }
             SourceOutcome::Undecided { reason } => {
                 (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
             }
@@ -45,7 +49,7 @@ impl Driver<'_> {
         info!(?outcome, error = error.as_deref(), "the migration ended");
         match outcome {
             Outcome::Completed => self.guest = self.vmm.guest_check(),
-            Outcome::Undecided => {}
+            Outcome::Undecided | Outcome::GivenUp => {}
             // The next attempt may begin as soon as this one has reported.
             Outcome::Failed | Outcome::Cancelled => {
                 self.vmm.set_throttle(0);
@@ -54,7 +58,7 @@ impl Driver<'_> {
         }
         let report = self.report(outcome, error, total);
         self.shared.finish(status, report);
-        if outcome == Outcome::Completed {
+        if matches!(outcome, Outcome::Completed | Outcome::GivenUp) {
             self.tidy();
         }
         if let Some(lanes) = self.lanes.take() {
@@ -139,6 +143,10 @@ impl Driver<'_> {
 
     pub(super) fn on_answer(&mut self, answer: Result<Answer, String>) {
         self.is_asking = false;
+        if let Some(by) = self.overriding.take() {
+            warn!(?by, ?answer, "an operator ends the doubt about a migration");
+            return self.tell(SourceEvent::Overridden { by, answer: answer.ok() });
+        }
         match answer {
             Ok(fate) => self.tell(SourceEvent::Fate(fate)),
             Err(reason) => self.shared.note_unanswered(reason),

@@ -97,6 +97,10 @@ impl Driver<'_> {
                 self.tell(SourceEvent::HostFailed { reason: page.to_string() });
             }
             Event::Resolve => self.ask_fate(),
+            Event::Override(by) => {
+                self.overriding.get_or_insert(by);
+                self.ask_fate();
+            }
             Event::Asked(answer) => self.on_answer(answer),
         }
     }
