@@ -7,7 +7,7 @@ use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 /// An address as the device uses it: an IOVA of the IOMMU, or with shared virtual addressing the
 /// process's own address.
@@ -210,12 +210,6 @@ impl DmaBlock {
         self.byte(offset).store(value, Ordering::Release);
     }
 
-    /// Reads an aligned word and acquires what the device wrote before it.
-    pub fn load32(&self, offset: usize) -> u32 {
-        // SAFETY: in bounds and aligned; see `byte`.
-        unsafe { AtomicU32::from_ptr(self.aligned(offset, 4).cast()) }.load(Ordering::Acquire)
-    }
-
     /// Takes an aligned word and leaves zero: bits that the device sets with `or8` are in the
     /// result or in the next one.
     pub fn take64(&self, offset: usize) -> u64 {
@@ -251,7 +245,7 @@ mod tests {
         assert_eq!(block.load8(4), 2);
         block.store8(8, 0x80);
         assert_eq!(block.take64(8), 0x80);
-        assert_eq!(block.load32(8), 0);
+        assert_eq!(block.load8(8), 0);
     }
 
     #[test]

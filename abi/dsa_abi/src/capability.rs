@@ -1,5 +1,5 @@
 //! What a device says that it can: the capability registers that Linux shows in sysfs
-//! (`version`, `gen_cap`, `op_cap`) and the one that a model needs to say the same.
+//! (`version`, `gen_cap`, `op_cap`).
 
 use crate::Opcode;
 use bitfield_struct::bitfield;
@@ -67,39 +67,6 @@ impl GeneralCapability {
     pub const fn batch_max(self) -> u32 {
         1 << self.batch_shift_max()
     }
-}
-
-/// WQCAP, at 0x20 of the device's registers (DSA specification, Work Queue Capabilities Register).
-#[bitfield(u64)]
-#[derive(PartialEq, Eq)]
-pub struct WqCapability {
-    /// Entries of all work queues together.
-    pub entries: u16,
-    /// Work queues.
-    pub queues: u8,
-    /// A work queue's configuration takes 2 to the power of 5 and this, in bytes.
-    #[bits(4)]
-    pub config_shift: u8,
-    #[bits(20)]
-    _reserved: u32,
-    /// Work queues may be shared.
-    pub shared: bool,
-    /// Work queues may be dedicated.
-    pub dedicated: bool,
-    /// Address translation services may be turned off for a work queue.
-    pub ats_control: bool,
-    /// Work queues have priorities.
-    pub priority: bool,
-    /// A work queue tells how many of its entries are taken.
-    pub occupancy: bool,
-    /// It interrupts when they reach a limit.
-    pub occupancy_interrupt: bool,
-    /// Operations may be allowed by work queue.
-    pub operation_control: bool,
-    /// Page requests may be turned off for a work queue.
-    pub page_request_control: bool,
-    #[bits(8)]
-    _reserved: u8,
 }
 
 /// OPCAP: which of 256 operations a device has, or OPCFG: which a work queue may do.
@@ -191,18 +158,6 @@ mod tests {
         assert_eq!(capability.batch_max(), 1024);
         assert!(capability.configurable());
         assert!(capability.interrupt_storage() == 1);
-    }
-
-    #[test]
-    fn work_queue_capabilities_have_the_bits_of_the_register() {
-        // 128 entries, 8 work queues, configurations of 64 bytes, shared, dedicated, priority,
-        // occupancy.
-        let bits = 128 | 8 << 16 | 1 << 24 | 1 << 48 | 1 << 49 | 1 << 51 | 1 << 52;
-        let capability = WqCapability::from_bits(bits);
-        assert_eq!((capability.entries(), capability.queues()), (128, 8));
-        assert_eq!(capability.config_shift(), 1);
-        assert!(capability.shared() && capability.dedicated() && capability.priority());
-        assert!(capability.occupancy() && !capability.ats_control());
     }
 
     #[test]

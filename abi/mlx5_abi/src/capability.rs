@@ -17,24 +17,19 @@ pub mod kind {
     pub const VDPA_EMULATION: u16 = 0x13;
 }
 
-/// `op_mod` for what is possible at most.
-pub const fn op_mod_max(kind: u16) -> u16 {
-    kind << 1
-}
-
 /// `op_mod` for what is in force.
 pub const fn op_mod_current(kind: u16) -> u16 {
     (kind << 1) | 1
 }
 
 /// Bytes of the capabilities in the output, whatever their kind.
-pub const CAPABILITY_BYTES: usize = 0x1000;
+const CAPABILITY_BYTES: usize = 0x1000;
 
 /// Bytes of the whole output.
 pub const QUERY_HCA_CAP_OUT_BYTES: usize = CAPABILITY_BYTES_OFFSET + CAPABILITY_BYTES;
 
 /// Where in the output the capabilities begin.
-pub const CAPABILITY_BYTES_OFFSET: usize = 0x10;
+const CAPABILITY_BYTES_OFFSET: usize = 0x10;
 
 /// The begin of QUERY_HCA_CAP's output with general capabilities, as far as they are used here.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -181,8 +176,6 @@ impl UmemSize {
 }
 
 impl VirtioCapabilities {
-    /// In [`Self::offloads_features`]: descriptors go through a tunnel.
-    pub const DESC_TUNNEL: u16 = 1 << 15;
     /// In [`Self::offloads_features`]: queues carry Ethernet frames.
     pub const ETH_FRAME: u16 = 1 << 14;
     /// In [`Self::offloads_features`]: virtio 1.0 and later.

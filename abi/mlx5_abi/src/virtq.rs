@@ -60,8 +60,6 @@ pub mod modify {
 pub mod event_mode {
     /// Not at all.
     pub const NONE: u8 = 0;
-    /// By a completion on a queue pair.
-    pub const QP: u8 = 1;
     /// By an interrupt vector.
     pub const MSIX: u8 = 2;
 }

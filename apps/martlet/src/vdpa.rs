@@ -2,8 +2,8 @@
 //! interface a model of the hardware.
 
 use crate::cli::{VdpaArg, VdpaLatency, VdpaModel};
-use martlet_mlx5::device::{Mlx5Device, Platform};
 use martlet_mlx5::options::Options;
+use martlet_mlx5::{Mlx5Device, Platform};
 use martlet_mlx5_model::{Hardware, Latencies, Model, ModelConfig};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;

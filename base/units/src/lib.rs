@@ -138,7 +138,7 @@ pub struct PageRange {
 }
 
 /// Frames of the largest guest physical address space that x86-64 allows (52 bits of address).
-pub const GFN_LIMIT: u64 = 1 << (52 - PAGE_SHIFT);
+const GFN_LIMIT: u64 = 1 << (52 - PAGE_SHIFT);
 
 impl PageRange {
     /// `None` if the range is empty or leaves the guest physical address space.

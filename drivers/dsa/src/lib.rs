@@ -50,5 +50,6 @@ pub use open::{Opened, Submitter, open};
 pub use process_memory::ProcessMemory;
 pub use queue::{QueueLimits, WorkQueue};
 pub use tokens::{TokenError, Tokens};
-pub use wait::{CompletionWait, HostWait, SeatWait, StatusByte};
+pub(crate) use wait::HostWait;
+pub use wait::{CompletionWait, SeatWait, StatusByte};
 pub use zero::{EngineConfig, JOB_PAGES_MAX, JOBS, Stats, ZeroEngine, ZeroPages};

@@ -86,7 +86,7 @@ const SLEEP: Duration = Duration::from_micros(20);
 /// Waits on the host: UMWAIT on the record's cache line where the processor has it, a short spin
 /// where not, then short sleeps. The clock is `CLOCK_MONOTONIC`.
 #[derive(Clone, Copy, Debug)]
-pub struct HostWait {
+pub(crate) struct HostWait {
     umwait: bool,
 }
 

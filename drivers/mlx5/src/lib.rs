@@ -1,14 +1,15 @@
 //! The mlx5 vDPA driver: firmware commands in batches.
 //!
+//! [`Mlx5Device`] is what a VMM sees, [`options`] are the switches. Inside:
+//!
 //! | module | what |
 //! |---|---|
-//! | [`device`] | [`Mlx5Device`]: what a VMM sees |
-//! | [`queues`] | virtqueues: their states, how they are stopped and started together |
-//! | [`memory`] | memory keys |
-//! | [`batch`] | the batch executor: a window of commands, a report for each; no I/O |
-//! | [`command`] | the command queue: slots, mailboxes, permits, deadlines; no I/O |
-//! | [`firmware`] | bring-up, events, pages; shared by all who drive something on the function |
-//! | [`options`] | the switches |
+//! | `device` | the device's operations |
+//! | `queues` | virtqueues: their states, how they are stopped and started together |
+//! | `memory` | memory keys |
+//! | `batch` | the batch executor: a window of commands, a report for each; no I/O |
+//! | `command` | the command queue: slots, mailboxes, permits, deadlines; no I/O |
+//! | `firmware` | bring-up, events, pages; shared by all who drive something on the function |
 //!
 //! # A switchover
 //!
@@ -33,13 +34,22 @@
 //! `add_fwd_to_tir`, `create_tis`); neither is set up yet.
 #![cfg_attr(not(test), forbid(unsafe_code))]
 
-pub mod batch;
-pub mod command;
-pub mod device;
-pub mod firmware;
-pub mod memory;
+mod batch;
+mod command;
+mod device;
+mod firmware;
+mod memory;
 pub mod options;
-pub mod queues;
+mod queues;
+#[cfg(test)]
+mod tests;
 
+pub use command::{CommandError, OpcodeStats, QueueStats, SubmitError};
 pub use device::{Mlx5Device, Platform};
+pub use firmware::{BringUpError, FirmwareStats, PageStats};
+pub use memory::{Deletion, MemoryConfig, MemoryCounters, Update};
 pub use options::Options;
+pub use queues::DeviceState;
+
+#[cfg(test)]
+extern crate self as martlet_mlx5;

@@ -5,14 +5,10 @@
 mod rig;
 
 use martlet_fault_plan::{FOR_EVER, FaultPlan, Rule};
-use martlet_mlx5::batch::{Batch, BatchOptions, OnFailure};
-use martlet_mlx5::command::{Request, UserId};
+use martlet_mlx5::DeviceState;
 use martlet_mlx5::options::{
     Barrier, LinkNotifier, Options, Pace, Prepare, UNREGISTER_WAIT, Umems,
 };
-use martlet_mlx5::queues::DeviceState;
-use martlet_mlx5_abi::message::{GeneralObjectIn, object_type};
-use martlet_mlx5_abi::virtq::QueryVirtqOut;
 use martlet_mlx5_abi::{CommandStatus, Opcode};
 use martlet_mlx5_model::{Class, Fault, Latencies, ModelConfig, Point};
 use martlet_soft_bus::{SoftClock, Stage};
@@ -324,46 +320,6 @@ fn the_first_queue_passes_frames_before_the_last_one_runs() {
     }
     let all = rig.now().since(begin);
     assert!(first.unwrap() < ms(1.0) && all > ms(4.0), "{first:?} of {all:?}");
-}
-
-/// Another user of the function, crypto offload say, who takes what it can get.
-fn storm(rig: &Rig, commands: usize) -> Batch {
-    let user = UserId(77);
-    let deadline = Duration::from_millis(50);
-    let options = BatchOptions { user, window: 31, deadline, on_failure: OnFailure::GoOn };
-    let mut batch = Batch::new(options);
-    for _ in 0..commands {
-        let input = GeneralObjectIn::new(QUERY, object_type::VIRTIO_NET_Q, 0xffff);
-        batch.push(Request::new::<QueryVirtqOut>(QUERY, &input));
-    }
-    rig.device.firmware().poll(&mut batch);
-    batch
-}
-
-#[test]
-fn a_storm_of_another_user_does_not_keep_the_device_from_its_turn() {
-    let rig = Rig::running(series(32), Options::MARTLET, 16, 0);
-    let alone = rig.time(|rig| rig.suspend().unwrap()).1;
-    rig.resume().unwrap();
-    let mut other = storm(&rig, 2000);
-    assert_eq!(other.outstanding_max(), 16, "all permits are taken");
-    let begin = rig.now();
-    rig.device.begin_suspend().unwrap();
-    let outcome = loop {
-        if let Some(outcome) = rig.device.poll_suspend() {
-            break outcome;
-        }
-        // As often as we do, the other asks as well.
-        rig.device.firmware().poll(&mut other);
-        rig.stage.clock().advance(Duration::from_micros(10));
-        rig.stage.turn_all();
-    };
-    outcome.unwrap();
-    let stormy = rig.now().since(begin);
-    assert!(!other.is_done());
-    assert!(stormy < 3 * alone, "{stormy:?} instead of {alone:?}: half of the permits");
-    rig.device.firmware().run(&mut other);
-    assert_eq!(other.results().count(), 2000, "the other had its turn as well");
 }
 
 #[test]

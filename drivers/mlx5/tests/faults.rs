@@ -17,9 +17,9 @@
 mod rig;
 
 use martlet_fault_plan::FaultPlan;
+use martlet_mlx5::DeviceState;
 use martlet_mlx5::Options;
 use martlet_mlx5::options::Deadlines;
-use martlet_mlx5::queues::DeviceState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
 use martlet_mlx5_model::{Fault, Latencies, ModelConfig, Point};
 use martlet_vdpa::{QueueIndex, VdpaDevice, VdpaError};

@@ -6,8 +6,8 @@
 mod rig;
 
 use martlet_fault_plan::FaultPlan;
+use martlet_mlx5::DeviceState;
 use martlet_mlx5::options::{Barrier, Deadlines, Options, Pace, Prepare};
-use martlet_mlx5::queues::DeviceState;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
 use martlet_mlx5_model::{Fault, Latencies, ModelConfig, Point, QueueState};
 use martlet_simulation::Chance;

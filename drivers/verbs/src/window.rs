@@ -75,14 +75,6 @@ impl SendWindow {
         self.next - self.done
     }
 
-    /// Whether requests in flight have none behind them that is signalled: a drain must post
-    /// [`WorkRequest::marker`](crate::WorkRequest::marker), with a slot taken by
-    /// [`Flush::Last`], or wait for ever. Before a post that may be the last for a while, keep one
-    /// slot free for it.
-    pub fn needs_marker(&self) -> bool {
-        self.unsignalled > 0
-    }
-
     /// The requests that this completion says are done (or failed): up to its own. Completions of
     /// receives, and numbers that are not in flight, change nothing.
     pub fn on_completion(&mut self, completion: &Completion) -> Range<u64> {
@@ -120,13 +112,11 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_tail_needs_a_marker() {
+    fn a_completion_is_for_the_silent_ones_before_it_too() {
         let mut window = SendWindow::new(64);
-        assert!(!window.needs_marker());
         let _ = window.take(Flush::MoreComes);
-        assert!(window.needs_marker());
         let (id, signal) = window.take(Flush::Last).unwrap();
-        assert_eq!((signal, window.needs_marker()), (Signal::Completion, false));
+        assert_eq!(signal, Signal::Completion);
         assert_eq!(window.on_completion(&Completion { id, ..Completion::default() }), 0..2);
     }
 

@@ -14,21 +14,6 @@ use std::io;
 const POPULATE_PAGES_MAX: u64 = 32_768;
 
 impl RamRegion {
-    /// Asks for huge pages where the host gives them to shared memory
-    /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
-    ///
-    /// Refused on kernels before 6.4, where a collapse into a huge page hides data from
-    /// `SEEK_DATA` for a while; see [`mark_touched`](crate::mark_touched).
-    pub fn advise_huge(&self) -> io::Result<()> {
-        if crate::untouched::collapse_is_flawed() {
-            return Err(io::Error::new(
-                io::ErrorKind::Unsupported,
-                "huge pages of shared memory need Linux 6.4",
-            ));
-        }
-        self.advise(0..self.pages(), Advice::LinuxHugepage).map_err(io::Error::from)
-    }
-
     /// Allocates and maps these pages, writable, without changing their content, so that whoever
     /// writes them first takes no page fault (`MADV_POPULATE_WRITE`, Linux 5.14). Older kernels
     /// give `InvalidInput`; then the pages come one by one as they are written.

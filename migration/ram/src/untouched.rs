@@ -98,7 +98,7 @@ fn collapse_hides_data() -> bool {
         return false;
     }
     match fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
-        // `advise` needs advice, which `RamRegion::advise_huge` doesn't give on such a kernel.
+        // `advise` needs advice, which nobody here gives.
         Ok(text) => !["[never]", "[deny]", "[advise]"].iter().any(|calm| text.contains(calm)),
         // A kernel without transparent huge pages has no such file.
         Err(error) => error.kind() != io::ErrorKind::NotFound,
@@ -106,7 +106,7 @@ fn collapse_hides_data() -> bool {
 }
 
 /// Whether this kernel, were it to collapse shared memory, would hide data meanwhile.
-pub(crate) fn collapse_is_flawed() -> bool {
+fn collapse_is_flawed() -> bool {
     const FIXED_IN: (u32, u32) = (6, 4);
     let name = rustix::system::uname();
     parse_release(&name.release().to_string_lossy()).is_none_or(|release| release < FIXED_IN)

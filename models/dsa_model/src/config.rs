@@ -6,13 +6,13 @@ use martlet_dsa_abi::{DEVICE_ENTRIES, OperationCapability, Version};
 /// Engines, groups and work queues of a device (Sapphire Rapids: 4, 4 and 8).
 pub const ENGINES_MAX: usize = 4;
 /// See [`ENGINES_MAX`].
-pub const GROUPS_MAX: usize = 4;
+pub(crate) const GROUPS_MAX: usize = 4;
 /// See [`ENGINES_MAX`].
-pub const QUEUES_MAX: usize = 8;
+pub(crate) const QUEUES_MAX: usize = 8;
 /// Largest batch of a device, in descriptors.
-pub const BATCH_MAX: u32 = 1024;
+pub(crate) const BATCH_MAX: u32 = 1024;
 /// Largest transfer of a device, in bytes.
-pub const TRANSFER_BYTES_MAX: u64 = 2 << 30;
+pub(crate) const TRANSFER_BYTES_MAX: u64 = 2 << 30;
 
 /// Who submits to a work queue, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

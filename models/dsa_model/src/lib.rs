@@ -27,10 +27,7 @@ mod state;
 mod sysfs;
 mod timing;
 
-pub use config::{
-    BATCH_MAX, ConfigError, DeviceConfig, ENGINES_MAX, GROUPS_MAX, Mode, QUEUES_MAX, QueueConfig,
-    TRANSFER_BYTES_MAX,
-};
+pub use config::{ConfigError, DeviceConfig, ENGINES_MAX, Mode, QueueConfig};
 pub use device::DsaModel;
 pub use faults::{Fault, FaultPoint, Faults};
 pub use operations::OPERATIONS;

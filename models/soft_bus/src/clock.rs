@@ -26,7 +26,7 @@ impl SoftClock {
     }
 
     /// Whether it has to be moved.
-    pub fn is_virtual(&self) -> bool {
+    pub(crate) fn is_virtual(&self) -> bool {
         matches!(self.0, Kind::Virtual(_))
     }
 

@@ -116,11 +116,6 @@ impl Network {
         self.nics[side.place()].regions.deregister(key)
     }
 
-    /// Bytes registered on a side.
-    pub fn registered_bytes(&self, side: Side) -> u64 {
-        self.nics[side.place()].regions.bytes()
-    }
-
     /// How many regions of this side its peer could write now: none if every queue pair of this
     /// side is down.
     pub fn writable_by_peer(&self, side: Side) -> usize {

@@ -75,7 +75,7 @@ impl Params {
     };
 
     /// How long `bytes` of one request take on the wire, its first segment or another.
-    pub fn wire_time(&self, bytes: u64, first: bool) -> Duration {
+    pub(crate) fn wire_time(&self, bytes: u64, first: bool) -> Duration {
         let packets = bytes.div_ceil(self.packet_bytes).max(1);
         let extra = if first { self.request_overhead_bytes } else { 0 };
         let bits = u128::from(bytes + packets * self.packet_overhead_bytes + extra) * 8;
@@ -91,13 +91,6 @@ impl Params {
     /// How long it takes a thread to deregister so much.
     pub fn deregister_time(&self, bytes: u64) -> Duration {
         scaled(self.deregister, bytes)
-    }
-
-    /// The most bytes a second that requests of this length can bring.
-    pub fn goodput(&self, request_bytes: u64) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "for people")]
-        let bytes = request_bytes as f64;
-        bytes / self.wire_time(request_bytes, true).as_secs_f64()
     }
 }
 

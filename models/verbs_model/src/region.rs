@@ -79,8 +79,4 @@ impl Regions {
     pub(crate) fn remote_writable(&self) -> usize {
         self.list.values().filter(|region| region.access.remote_write).count()
     }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        self.list.values().map(|region| region.bytes).sum()
-    }
 }

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// What is around the NICs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct JointConfig {
+pub(crate) struct JointConfig {
     /// A message's way to the other program, one way.
     pub message: Duration,
     /// From a zero list's arrival until its pages are zero.
@@ -34,7 +34,7 @@ pub struct JointConfig {
 
 /// What came of a step, for whoever drives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Note {
+pub(crate) enum Note {
     /// The source takes runs again.
     Drained(Drain),
     /// The source may commit.
@@ -67,7 +67,7 @@ enum Event {
 
 /// The source is on side A, the destination on side B.
 #[derive(Debug)]
-pub struct Joint<M: Memory> {
+pub(crate) struct Joint<M: Memory> {
     /// The source's machine: offer runs to it.
     pub source: Source,
     destination: Destination,
@@ -91,7 +91,7 @@ pub struct Joint<M: Memory> {
 
 impl<M: Memory> Joint<M> {
     /// Both machines at the network's time `now`; nothing is sent yet.
-    pub fn new(
+    pub(crate) fn new(
         regions: &[u64],
         source: SourceConfig,
         destination: DestinationConfig,
@@ -132,37 +132,32 @@ impl<M: Memory> Joint<M> {
     }
 
     /// The time.
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.now
     }
 
     /// What happened, oldest first.
-    pub fn take_note(&mut self) -> Option<Note> {
+    pub(crate) fn take_note(&mut self) -> Option<Note> {
         self.notes.pop_front()
     }
 
     /// The destination's machine, to look at.
-    pub fn destination(&self) -> &Destination {
+    pub(crate) fn destination(&self) -> &Destination {
         &self.destination
     }
 
-    /// Ends the attempt from the destination's side.
-    pub fn give_up_destination(&mut self, reason: &str) {
-        self.destination.give_up(reason);
-    }
-
     /// The network and the memory, for the next attempt.
-    pub fn into_parts(self) -> (Network, M) {
+    pub(crate) fn into_parts(self) -> (Network, M) {
         (self.net, self.memory)
     }
 
     /// How many regions of the destination the source's NIC could write now.
-    pub fn writable(&self) -> usize {
+    pub(crate) fn writable(&self) -> usize {
         self.net.writable_by_peer(Side::B)
     }
 
     /// Both the link and the connection of the messages break. Nobody is told.
-    pub fn cut(&mut self) {
+    pub(crate) fn cut(&mut self) {
         self.net.cut();
         self.is_control_cut = true;
     }
@@ -193,7 +188,7 @@ impl<M: Memory> Joint<M> {
     }
 
     /// Carries out everything that is due now.
-    pub fn pump(&mut self) {
+    pub(crate) fn pump(&mut self) {
         loop {
             if let Some(action) = self.source.poll_action() {
                 self.on_source(action);
@@ -206,19 +201,19 @@ impl<M: Memory> Joint<M> {
     }
 
     /// When something happens next, the machines' deadlines included.
-    pub fn next_event(&self) -> Option<Instant> {
+    pub(crate) fn next_event(&self) -> Option<Instant> {
         let own = self.events.next_at();
         let timeouts = [self.source.poll_timeout(), self.destination.poll_timeout()];
         [own, self.net.next_event()].into_iter().chain(timeouts).flatten().min()
     }
 
     /// Has [`Joint::next_event`] come at `at` too.
-    pub fn wake_at(&mut self, at: Instant) {
+    pub(crate) fn wake_at(&mut self, at: Instant) {
         self.schedule(at, Event::Wake);
     }
 
     /// Moves the clock and takes in what happened until then.
-    pub fn advance(&mut self, to: Instant) {
+    pub(crate) fn advance(&mut self, to: Instant) {
         self.now = self.now.max(to);
         self.net.advance(self.now, &mut self.memory);
         self.take_completions();

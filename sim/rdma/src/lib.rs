@@ -12,5 +12,3 @@ mod guest;
 mod joint;
 pub mod scenario;
 pub mod series;
-
-pub use joint::{Joint, JointConfig, Note};

@@ -4,7 +4,7 @@
 //! series measure, and what do martlet's changes do to it ([`scenarios`], [`changes`])? And what
 //! happens when a hundred guests migrate at once on one host ([`table`])? Nobody has measured the
 //! second, so it is modelled: threads, processors, memory, network and devices as queues, with
-//! constants whose origin is stated ([`constants`]), and with the policy's real code
+//! constants whose origin is stated (`constants.rs`), and with the policy's real code
 //! (`martlet_policy::admission`). `docs/dsa.md` says what came out.
 //!
 //! All time is virtual, and all chance is of a seed: the same options give the same figures.
@@ -12,7 +12,7 @@
 
 mod channel;
 mod clock;
-pub mod constants;
+mod constants;
 mod device;
 mod host;
 mod lane;

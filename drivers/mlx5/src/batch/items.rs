@@ -5,7 +5,7 @@ use martlet_mlx5_abi::Opcode;
 
 /// What has become of an item.
 #[derive(Clone, Debug)]
-pub enum ItemState {
+pub(crate) enum ItemState {
     /// It has not been issued.
     Waiting,
     /// The device has it.
@@ -16,7 +16,7 @@ pub enum ItemState {
 
 /// One command of a batch.
 #[derive(Debug)]
-pub struct Item {
+pub(crate) struct Item {
     request: Request,
     pub(super) predecessor: Option<usize>,
     /// Under which number it was issued.
@@ -30,7 +30,7 @@ impl Item {
     }
 
     /// What it asks for.
-    pub fn opcode(&self) -> Opcode {
+    pub(crate) fn opcode(&self) -> Opcode {
         self.request.opcode
     }
 

@@ -15,7 +15,7 @@ mod items;
 #[cfg(test)]
 mod tests;
 
-pub use items::{Item, ItemState};
+pub(crate) use items::{Item, ItemState};
 
 use crate::command::{CommandError, CommandId, CommandQueue, Output, Request, SubmitError, UserId};
 use martlet_units::Instant;
@@ -28,7 +28,7 @@ const RETRY_EVERY: Duration = Duration::from_micros(50);
 
 /// What a batch does when an item fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnFailure {
+pub(crate) enum OnFailure {
     /// Goes on: the items have nothing to do with each other.
     GoOn,
     /// Issues nothing more: the items are of use together only.
@@ -37,7 +37,7 @@ pub enum OnFailure {
 
 /// How a batch is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchOptions {
+pub(crate) struct BatchOptions {
     /// For whom.
     pub user: UserId,
     /// Commands at a time, at least 1. With 1 the batch is a series.
@@ -50,7 +50,7 @@ pub struct BatchOptions {
 
 /// Commands that are executed together.
 #[derive(Debug)]
-pub struct Batch {
+pub(crate) struct Batch {
     options: BatchOptions,
     items: Vec<Item>,
     /// Items that may be issued, in the order in which they are.
@@ -65,14 +65,11 @@ pub struct Batch {
     is_held_back: bool,
     /// Since when it has been refused with nothing outstanding.
     refused_since: Option<Instant>,
-    stopped: Option<SubmitError>,
-    outstanding_max: usize,
-    refusals: u64,
 }
 
 impl Batch {
     /// An empty batch.
-    pub fn new(options: BatchOptions) -> Batch {
+    pub(crate) fn new(options: BatchOptions) -> Batch {
         assert!(options.window >= 1, "a batch has a window");
         Batch {
             options,
@@ -83,15 +80,12 @@ impl Batch {
             ended: VecDeque::new(),
             is_held_back: false,
             refused_since: None,
-            stopped: None,
-            outstanding_max: 0,
-            refusals: 0,
         }
     }
 
     /// Adds an item; returns its number. Items without a predecessor are issued in the order of
     /// their numbers.
-    pub fn push(&mut self, request: Request) -> usize {
+    pub(crate) fn push(&mut self, request: Request) -> usize {
         self.items.push(Item::new(request, None));
         self.ready.push_back(self.items.len() - 1);
         self.items.len() - 1
@@ -102,7 +96,7 @@ impl Batch {
     ///
     /// # Panics
     /// If there is no item of that number.
-    pub fn push_after(&mut self, request: Request, predecessor: usize) -> usize {
+    pub(crate) fn push_after(&mut self, request: Request, predecessor: usize) -> usize {
         self.items.push(Item::new(request, None));
         let number = self.items.len() - 1;
         assert!(predecessor < number, "an item follows one before it");
@@ -111,32 +105,17 @@ impl Batch {
     }
 
     /// How many items it has.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether it has none.
-    pub fn is_empty(&self) -> bool {
-        self.items.is_empty()
-    }
-
     /// Whether every item has ended.
-    pub fn is_done(&self) -> bool {
+    pub(crate) fn is_done(&self) -> bool {
         self.items.iter().all(|item| matches!(item.state, ItemState::Ended(_)))
     }
 
-    /// The most of its commands that were outstanding at a time.
-    pub fn outstanding_max(&self) -> usize {
-        self.outstanding_max
-    }
-
-    /// How often it was refused because the queue was busy.
-    pub fn refusals(&self) -> u64 {
-        self.refusals
-    }
-
     /// What became of an item; `None` while it has not ended.
-    pub fn result(&self, number: usize) -> Option<&Result<Output, CommandError>> {
+    pub(crate) fn result(&self, number: usize) -> Option<&Result<Output, CommandError>> {
         match &self.items.get(number)?.state {
             ItemState::Ended(result) => Some(result),
             ItemState::Waiting | ItemState::Issued(_) => None,
@@ -144,18 +123,18 @@ impl Batch {
     }
 
     /// Under which number an item was issued; `None` if it was not.
-    pub fn command(&self, number: usize) -> Option<CommandId> {
+    pub(crate) fn command(&self, number: usize) -> Option<CommandId> {
         self.items.get(number)?.id
     }
 
     /// What became of all items, in order. Empty while it is not done.
-    pub fn results(&self) -> impl Iterator<Item = &Result<Output, CommandError>> {
+    pub(crate) fn results(&self) -> impl Iterator<Item = &Result<Output, CommandError>> {
         let count = if self.is_done() { self.items.len() } else { 0 };
         (0..count).filter_map(|number| self.result(number))
     }
 
     /// What became of all items, in order; those that have not ended are missing.
-    pub fn into_results(self) -> Vec<Result<Output, CommandError>> {
+    pub(crate) fn into_results(self) -> Vec<Result<Output, CommandError>> {
         let ended = |item: Item| match item.state {
             ItemState::Ended(result) => Some(result),
             ItemState::Waiting | ItemState::Issued(_) => None,
@@ -163,27 +142,22 @@ impl Batch {
         self.items.into_iter().filter_map(ended).collect()
     }
 
-    /// The error of the first item, by number, that failed.
-    pub fn first_error(&self) -> Option<&CommandError> {
-        (0..self.items.len()).find_map(|number| self.result(number)?.as_ref().err())
-    }
-
     /// The next item that has ended, in the order in which that was seen. Each once.
-    pub fn poll_item(&mut self) -> Option<usize> {
+    pub(crate) fn poll_item(&mut self) -> Option<usize> {
         self.ended.pop_front()
     }
 
     /// Collects what has ended and issues what may be issued. Whether the batch is done. To be
     /// called after each `on_*` of the queue, and at [`Self::poll_timeout`]; afterwards the
     /// queue's doorbell is to be rung.
-    pub fn poll(&mut self, now: Instant, queue: &mut CommandQueue) -> bool {
+    pub(crate) fn poll(&mut self, now: Instant, queue: &mut CommandQueue) -> bool {
         self.collect(queue);
         self.issue(now, queue);
         self.is_done()
     }
 
     /// When to call [`Self::poll`] even if nothing has happened.
-    pub fn poll_timeout(&self, now: Instant) -> Option<Instant> {
+    pub(crate) fn poll_timeout(&self, now: Instant) -> Option<Instant> {
         self.refused_since.map(|_| now.after(RETRY_EVERY))
     }
 
@@ -259,17 +233,14 @@ impl Batch {
                     if !self.outstanding.is_empty() =>
                 {
                     // One of our own gives back what is missing.
-                    self.refusals += 1;
                     self.is_held_back = true;
                 }
                 Err(SubmitError::Busy) if !self.is_overdue(now) => {
-                    self.refusals += 1;
                     self.refused_since.get_or_insert(now);
                     return;
                 }
                 Err(because) => {
                     self.refused_since = None;
-                    self.stopped = Some(because);
                     self.skip_all_waiting(Some(because));
                 }
             }
@@ -287,11 +258,5 @@ impl Batch {
         self.items[number].state = ItemState::Issued(id);
         self.items[number].id = Some(id);
         self.outstanding.push_back(number);
-        self.outstanding_max = self.outstanding_max.max(self.outstanding.len());
-    }
-
-    /// Why it stopped issuing; `None` if it did not.
-    pub fn stopped(&self) -> Option<SubmitError> {
-        self.stopped
     }
 }

@@ -103,7 +103,7 @@ pub enum CommandError {
 
 impl CommandError {
     /// Whether the device may have done what was asked all the same.
-    pub fn may_be_done(&self) -> bool {
+    pub(crate) fn may_be_done(&self) -> bool {
         match self {
             CommandError::Timeout { .. }
             | CommandError::Token { .. }

@@ -23,12 +23,12 @@ pub(crate) mod tests;
 mod writer;
 
 pub use error::{CommandError, SubmitError};
-pub use pool::MailboxPool;
-pub use queue::{CommandQueue, Detection, QueueOptions};
-pub use request::{
+pub(crate) use pool::MailboxPool;
+pub(crate) use queue::{CommandQueue, Detection, QueueOptions};
+pub(crate) use request::{
     CommandId, Completion, Input, Keep, LateCompletion, Message, Output, Request, UserId,
 };
-pub use share::Shares;
-pub use slot::{SlotEvent, SlotState};
+pub(crate) use share::Shares;
+pub(crate) use slot::{SlotEvent, SlotState};
 pub use stats::{OpcodeStats, QueueStats};
-pub use writer::InputWriter;
+pub(crate) use writer::InputWriter;

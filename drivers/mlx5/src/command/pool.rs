@@ -40,7 +40,7 @@ struct Chunk {
 
 /// A pool of mailboxes. Grows by 64 KiB up to its limit, and gives back what is not in use when
 /// [`MailboxPool::trim`] is called.
-pub struct MailboxPool {
+pub(crate) struct MailboxPool {
     dma: Arc<dyn Dma>,
     chunks: Vec<Chunk>,
     chunks_max: usize,
@@ -50,18 +50,13 @@ pub struct MailboxPool {
 
 impl MailboxPool {
     /// An empty pool of at most `bytes_max` bytes of DMA memory, but at least one chunk.
-    pub fn new(dma: Arc<dyn Dma>, bytes_max: usize) -> MailboxPool {
+    pub(crate) fn new(dma: Arc<dyn Dma>, bytes_max: usize) -> MailboxPool {
         let chunks_max = (bytes_max / CHUNK_BYTES).max(1);
         MailboxPool { dma, chunks: Vec::new(), chunks_max, used: 0, used_max: 0 }
     }
 
-    /// Mailboxes in use.
-    pub fn used(&self) -> usize {
-        self.used
-    }
-
     /// The most that were in use at a time.
-    pub fn used_max(&self) -> usize {
+    pub(crate) fn used_max(&self) -> usize {
         self.used_max
     }
 
@@ -99,7 +94,7 @@ impl MailboxPool {
     }
 
     /// Gives memory back to the host that nothing has needed lately.
-    pub fn trim(&mut self) {
+    pub(crate) fn trim(&mut self) {
         while self.chunks.len() > CHUNKS_KEPT
             && self.chunks.last().is_some_and(|chunk| chunk.free == u64::MAX)
         {

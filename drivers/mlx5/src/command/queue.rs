@@ -25,7 +25,7 @@ const PAGE_BYTES: usize = 1 << LOG_COMMAND_PAGE;
 
 /// How answers are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Detection {
+pub(crate) enum Detection {
     /// By looking at the owner bits: before there is an event queue.
     Polling,
     /// By events; the owner bit still has the last word, and is looked at when an event is late.
@@ -34,19 +34,19 @@ pub enum Detection {
 
 /// What a command queue is made with.
 #[derive(Clone, Copy, Debug)]
-pub struct QueueOptions {
+pub(crate) struct QueueOptions {
     /// DMA memory for mailboxes at most, in bytes.
-    pub mailbox_bytes_max: usize,
+    pub(crate) mailbox_bytes_max: usize,
 }
 
 /// The command queue of one function.
 ///
 /// Four kinds of methods: [`Self::submit`] takes a command; `on_*` tell what has happened;
 /// `poll_*` say what is to be done: [`Self::poll_doorbell`] after every `submit`,
-/// [`Self::poll_done`] (or [`Self::take_done`]) and [`Self::poll_late`] after every `on_*`,
+/// [`Self::take_done`] and [`Self::poll_late`] after every `on_*`,
 /// [`Self::poll_timeout`] when there is nothing else to do; the rest looks.
 #[derive(Debug)]
-pub struct CommandQueue {
+pub(crate) struct CommandQueue {
     page: DmaBlock,
     log_stride: u8,
     slots: Vec<Slot>,
@@ -106,7 +106,7 @@ impl CommandQueue {
     /// Makes the command page for a queue of the shape that the device told.
     ///
     /// A shape that can't be is an error of kind `None`: the device is broken.
-    pub fn new(
+    pub(crate) fn new(
         dma: Arc<dyn Dma>,
         shape: CommandQueueShape,
         options: QueueOptions,
@@ -141,27 +141,17 @@ impl CommandQueue {
     }
 
     /// Where the device finds the command page.
-    pub fn page_at(&self) -> BusAddress {
+    pub(crate) fn page_at(&self) -> BusAddress {
         self.page.at()
     }
 
-    /// Slots for everything but MANAGE_PAGES.
-    pub fn ordinary_slots(&self) -> usize {
-        self.ordinary.total()
-    }
-
-    /// Permits for throttled opcodes.
-    pub fn throttle_permits(&self) -> usize {
-        self.throttle.total()
-    }
-
     /// Says how answers are found from now on.
-    pub fn set_detection(&mut self, detection: Detection) {
+    pub(crate) fn set_detection(&mut self, detection: Detection) {
         self.detection = detection;
     }
 
     /// What it has counted.
-    pub fn stats(&self) -> QueueStats {
+    pub(crate) fn stats(&self) -> QueueStats {
         let mut stats = self.stats.clone();
         let quarantined = |slot: &&Slot| slot.state == SlotState::Quarantined;
         stats.quarantined = self.slots.iter().filter(quarantined).count().try_into().unwrap_or(0);
@@ -178,45 +168,40 @@ impl CommandQueue {
     }
 
     /// Whether the device has a command of which somebody waits for the answer.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.slots.iter().all(|slot| slot.state != SlotState::Posted)
     }
 
-    /// Whether a late answer is still to come.
-    pub fn has_quarantined(&self) -> bool {
-        self.slots.iter().any(|slot| slot.state == SlotState::Quarantined)
-    }
-
     /// Whether a command that was given up is still with the device: it may yet happen.
-    pub fn is_out(&self, id: CommandId) -> bool {
+    pub(crate) fn is_out(&self, id: CommandId) -> bool {
         let is_it = |slot: &Slot| slot.command.as_ref().is_some_and(|posted| posted.id == id);
         self.slots.iter().any(is_it)
     }
 
     /// Whether the device is gone.
-    pub fn is_gone(&self) -> bool {
+    pub(crate) fn is_gone(&self) -> bool {
         self.is_gone
     }
 
     /// Creations of which nobody knows whether they have made something, or under which number: it
     /// lives until the function is taken down. A late answer takes away the doubt.
-    pub fn doubtful_creations(&self) -> u64 {
+    pub(crate) fn doubtful_creations(&self) -> u64 {
         self.doubtful
     }
 
     /// The function is down: whatever was made is gone.
-    pub fn forget_doubts(&mut self) {
+    pub(crate) fn forget_doubts(&mut self) {
         self.doubtful = 0;
     }
 
     /// Gives mailboxes back to the host that nothing has needed lately.
-    pub fn trim(&mut self) {
+    pub(crate) fn trim(&mut self) {
         self.pool.trim();
     }
 
     /// Puts a command into a slot; it starts with the next doorbell. It is answered or given up
     /// `deadline` later at the latest. On an error nothing has been done.
-    pub fn submit(
+    pub(crate) fn submit(
         &mut self,
         now: Instant,
         user: UserId,
@@ -367,14 +352,14 @@ impl CommandQueue {
 
     /// What to write to the doorbell register (before it is swapped to big-endian): one bit for
     /// each slot that was filled since the last call. `None` for nothing.
-    pub fn poll_doorbell(&mut self) -> Option<u32> {
+    pub(crate) fn poll_doorbell(&mut self) -> Option<u32> {
         let vector = std::mem::take(&mut self.doorbell);
         self.stats.doorbells += u64::from(vector != 0);
         (vector != 0).then_some(vector)
     }
 
     /// An event tells of answers: one bit for each slot.
-    pub fn on_completion(&mut self, now: Instant, vector: u32) {
+    pub(crate) fn on_completion(&mut self, now: Instant, vector: u32) {
         for index in 0..COMMAND_ENTRIES_MAX as usize {
             if vector >> index & 1 == 0 {
                 continue;
@@ -389,7 +374,7 @@ impl CommandQueue {
     }
 
     /// Looks at all owner bits.
-    pub fn on_poll(&mut self, now: Instant) {
+    pub(crate) fn on_poll(&mut self, now: Instant) {
         for index in 0..self.slots.len() {
             if self.answer(now, index) {
                 self.stats.by_probe += u64::from(self.detection == Detection::Events);
@@ -400,7 +385,7 @@ impl CommandQueue {
     /// Time has passed: looks where an answer is overdue, and gives up where it is over. To be
     /// called at [`Self::poll_timeout`], or more often. Whether an answer was overdue: then it is
     /// worth a look whether the device is still there.
-    pub fn on_timeout(&mut self, now: Instant) -> bool {
+    pub(crate) fn on_timeout(&mut self, now: Instant) -> bool {
         let mut overdue = false;
         for index in 0..self.slots.len() {
             let slot = &self.slots[index];
@@ -437,13 +422,13 @@ impl CommandQueue {
     }
 
     /// Whether a command was given up since the last call.
-    pub fn take_given_up(&mut self) -> bool {
+    pub(crate) fn take_given_up(&mut self) -> bool {
         std::mem::take(&mut self.has_given_up)
     }
 
     /// The device is gone: every command ends, and no more are taken. Slots stay in quarantine,
     /// since nobody knows what still writes to them.
-    pub fn on_gone(&mut self, now: Instant) {
+    pub(crate) fn on_gone(&mut self, now: Instant) {
         self.is_gone = true;
         for index in 0..self.slots.len() {
             if self.slots[index].state == SlotState::Posted && !self.answer(now, index) {
@@ -554,24 +539,25 @@ impl CommandQueue {
         stats.failed += u64::from(result.is_err());
     }
 
-    /// The next command that has ended, in the order in which that was seen.
-    pub fn poll_done(&mut self) -> Option<Completion> {
+    /// The next command that has ended, whichever it is.
+    #[cfg(test)]
+    pub(crate) fn poll_done(&mut self) -> Option<Completion> {
         self.done.pop_front()
     }
 
     /// The end of one command, if it has ended. Each is given out once.
-    pub fn take_done(&mut self, id: CommandId) -> Option<Completion> {
+    pub(crate) fn take_done(&mut self, id: CommandId) -> Option<Completion> {
         let index = self.done.iter().position(|completion| completion.id == id)?;
         self.done.remove(index)
     }
 
     /// The next late answer.
-    pub fn poll_late(&mut self) -> Option<LateCompletion> {
+    pub(crate) fn poll_late(&mut self) -> Option<LateCompletion> {
         self.late.pop_front()
     }
 
     /// When [`Self::on_timeout`] is to be called at the latest; `None` while nobody waits.
-    pub fn poll_timeout(&self) -> Option<Instant> {
+    pub(crate) fn poll_timeout(&self) -> Option<Instant> {
         let posted = self.slots.iter().filter(|slot| slot.state == SlotState::Posted);
         posted.filter_map(|slot| slot.command.as_ref()).map(|c| c.probe.min(c.deadline)).min()
     }

@@ -13,15 +13,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// A user of a device's command queue: the vDPA driver is one, whoever else drives something on
 /// the same function is another. Slots and permits are shared fairly among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct UserId(pub u8);
+pub(crate) struct UserId(pub u8);
 
 /// A command that was issued. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct CommandId(pub u64);
+pub(crate) struct CommandId(pub u64);
 
 /// An input that is written when its command is issued, straight into the mailboxes: a list of
 /// pages is never copied twice, and not at all while its command has to wait.
-pub trait Message: Send {
+pub(crate) trait Message: Send {
     /// How long it is.
     fn bytes(&self) -> usize;
 
@@ -31,7 +31,7 @@ pub trait Message: Send {
 }
 
 /// The input of a command.
-pub enum Input {
+pub(crate) enum Input {
     /// A short one.
     Bytes(Box<[u8]>),
     /// One that is written as late as can be.
@@ -40,7 +40,7 @@ pub enum Input {
 
 impl Input {
     /// How long it is.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         match self {
             Input::Bytes(bytes) => bytes.len(),
             Input::Lazy(message) => message.bytes(),
@@ -55,22 +55,22 @@ impl fmt::Debug for Input {
 }
 
 /// A command to be issued.
-pub struct Request {
+pub(crate) struct Request {
     /// What it asks for; for statistics, throttling and the choice of the slot. The input carries
     /// it as well.
-    pub opcode: Opcode,
+    pub(crate) opcode: Opcode,
     /// The input.
-    pub input: Input,
+    pub(crate) input: Input,
     /// How long the output is.
-    pub out_bytes: usize,
+    pub(crate) out_bytes: usize,
     /// What the device may use while it has the command, or afterwards by its effect: memory that
     /// is pinned for a key, say. Kept until the answer is there, however late; and if the answer
     /// to a creation is late, until what was created is destroyed.
-    pub keep: Option<Keep>,
+    pub(crate) keep: Option<Keep>,
 }
 
 /// Something that is kept alive.
-pub type Keep = Arc<dyn Any + Send + Sync>;
+pub(crate) type Keep = Arc<dyn Any + Send + Sync>;
 
 impl fmt::Debug for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -81,17 +81,20 @@ impl fmt::Debug for Request {
 
 impl Request {
     /// Keeps something alive while the device may use it.
-    pub fn keeping(self, keep: Keep) -> Request {
+    pub(crate) fn keeping(self, keep: Keep) -> Request {
         Request { keep: Some(keep), ..self }
     }
 
     /// A command whose input is a value, and whose output is at least as long as `O`.
-    pub fn new<O: Sized>(opcode: Opcode, input: &(impl IntoBytes + Immutable + ?Sized)) -> Request {
+    pub(crate) fn new<O: Sized>(
+        opcode: Opcode,
+        input: &(impl IntoBytes + Immutable + ?Sized),
+    ) -> Request {
         Request::with_output(opcode, input, size_of::<O>())
     }
 
     /// A command whose input is a value, with an output of `out_bytes`.
-    pub fn with_output(
+    pub(crate) fn with_output(
         opcode: Opcode,
         input: &(impl IntoBytes + Immutable + ?Sized),
         out_bytes: usize,
@@ -101,14 +104,14 @@ impl Request {
     }
 
     /// A command whose input is written when it is issued.
-    pub fn lazy(opcode: Opcode, input: impl Message + 'static, out_bytes: usize) -> Request {
+    pub(crate) fn lazy(opcode: Opcode, input: impl Message + 'static, out_bytes: usize) -> Request {
         Request { opcode, input: Input::Lazy(Box::new(input)), out_bytes, keep: None }
     }
 }
 
 /// The output of a command that went well.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Output {
+pub(crate) struct Output {
     opcode: Opcode,
     bytes: Box<[u8]>,
 }
@@ -119,12 +122,12 @@ impl Output {
     }
 
     /// All of it, with the header.
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
     /// Its begin as a value.
-    pub fn read<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<T, CommandError> {
+    pub(crate) fn read<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<T, CommandError> {
         T::read_from_prefix(&self.bytes)
             .map(|(value, _)| value)
             .map_err(|_| self.nonsense("length"))
@@ -144,30 +147,30 @@ impl fmt::Debug for Output {
 
 /// What came of a command.
 #[derive(Clone, Debug)]
-pub struct Completion {
+pub(crate) struct Completion {
     /// Which.
-    pub id: CommandId,
+    pub(crate) id: CommandId,
     /// How it went.
-    pub result: Result<Output, CommandError>,
+    pub(crate) result: Result<Output, CommandError>,
     /// When that was seen.
-    pub at: Instant,
+    pub(crate) at: Instant,
 }
 
 /// The answer to a command that had been given up. Its user has an error already; what was made
 /// after all has to be dropped by somebody.
-pub struct LateCompletion {
+pub(crate) struct LateCompletion {
     /// Which.
-    pub id: CommandId,
+    pub(crate) id: CommandId,
     /// Whose.
-    pub user: UserId,
+    pub(crate) user: UserId,
     /// What was asked for.
-    pub opcode: Opcode,
+    pub(crate) opcode: Opcode,
     /// The type of the general object, or the other meanings of that field of the input's header.
-    pub op_mod: u16,
+    pub(crate) op_mod: u16,
     /// How it went.
-    pub result: Result<Output, CommandError>,
+    pub(crate) result: Result<Output, CommandError>,
     /// What was kept for it.
-    pub keep: Option<Keep>,
+    pub(crate) keep: Option<Keep>,
 }
 
 impl fmt::Debug for LateCompletion {

@@ -15,7 +15,7 @@ const CLAIM_LIFE: Duration = Duration::from_millis(10);
 
 /// Slots or permits, and who has them.
 #[derive(Debug)]
-pub struct Shares {
+pub(crate) struct Shares {
     total: usize,
     users: Vec<User>,
 }
@@ -29,28 +29,18 @@ struct User {
 
 impl Shares {
     /// `total` things, all free.
-    pub fn new(total: usize) -> Shares {
+    pub(crate) fn new(total: usize) -> Shares {
         Shares { total, users: Vec::new() }
     }
 
-    /// How many there are.
-    pub fn total(&self) -> usize {
-        self.total
-    }
-
     /// How many are in use.
-    pub fn held(&self) -> usize {
+    pub(crate) fn held(&self) -> usize {
         self.users.iter().map(|user| user.held).sum()
-    }
-
-    /// How many a user has.
-    pub fn held_by(&self, id: UserId) -> usize {
-        self.users.iter().find(|user| user.id == id).map_or(0, |user| user.held)
     }
 
     /// Whether `id` may take one now; if not, its claim is noted. `true` changes nothing: call
     /// [`Self::take`] when everything else that is needed is there as well.
-    pub fn may_take(&mut self, now: Instant, id: UserId) -> bool {
+    pub(crate) fn may_take(&mut self, now: Instant, id: UserId) -> bool {
         let me = self.index_of(id);
         let free = self.held() < self.total;
         let allowed = free && (self.users[me].held < self.share(now) || !self.is_claimed(now, me));
@@ -62,7 +52,7 @@ impl Shares {
     ///
     /// # Panics
     /// If none is free.
-    pub fn take(&mut self, id: UserId) {
+    pub(crate) fn take(&mut self, id: UserId) {
         assert!(self.held() < self.total, "one is free");
         let me = self.index_of(id);
         self.users[me].held += 1;
@@ -72,7 +62,7 @@ impl Shares {
     ///
     /// # Panics
     /// If the user has none.
-    pub fn give(&mut self, id: UserId) {
+    pub(crate) fn give(&mut self, id: UserId) {
         let me = self.index_of(id);
         let held = self.users[me].held.checked_sub(1).expect("who gives back has taken");
         self.users[me].held = held;
@@ -165,7 +155,7 @@ mod tests {
             let mut waited = 0;
             for step in order {
                 let id = UserId(step % others);
-                if step % 3 == 0 && shares.held_by(id) > 0 {
+                if step % 3 == 0 && shares.users.iter().any(|user| user.id == id && user.held > 0) {
                     shares.give(id);
                 } else if shares.may_take(Instant(0), id) {
                     shares.take(id);

@@ -2,7 +2,7 @@
 
 /// What a slot is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SlotState {
+pub(crate) enum SlotState {
     /// Nothing.
     Free,
     /// The device has a command there, and somebody waits for it.
@@ -13,7 +13,7 @@ pub enum SlotState {
 
 /// What happens to a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SlotEvent {
+pub(crate) enum SlotEvent {
     /// A command is put there.
     Issue,
     /// The device has cleared the owner bit.
@@ -24,10 +24,12 @@ pub enum SlotEvent {
 
 impl SlotState {
     /// All states.
-    pub const ALL: [SlotState; 3] = [SlotState::Free, SlotState::Posted, SlotState::Quarantined];
+    #[cfg(test)]
+    pub(crate) const ALL: [SlotState; 3] =
+        [SlotState::Free, SlotState::Posted, SlotState::Quarantined];
 
     /// What the state becomes; `None` if the event can't happen in it.
-    pub const fn next(self, event: SlotEvent) -> Option<SlotState> {
+    pub(crate) const fn next(self, event: SlotEvent) -> Option<SlotState> {
         match (self, event) {
             (SlotState::Free, SlotEvent::Issue) => Some(SlotState::Posted),
             (SlotState::Posted, SlotEvent::Answer) => Some(SlotState::Free),
@@ -43,5 +45,6 @@ impl SlotState {
 
 impl SlotEvent {
     /// All events.
-    pub const ALL: [SlotEvent; 3] = [SlotEvent::Issue, SlotEvent::Answer, SlotEvent::GiveUp];
+    #[cfg(test)]
+    pub(crate) const ALL: [SlotEvent; 3] = [SlotEvent::Issue, SlotEvent::Answer, SlotEvent::GiveUp];
 }

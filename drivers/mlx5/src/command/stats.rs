@@ -35,13 +35,7 @@ pub struct OpcodeStats {
     pub last_syndrome: u32,
 }
 
-impl OpcodeStats {
-    /// Mean time from issue to answer.
-    pub fn latency_mean(&self) -> Duration {
-        let answered = u32::try_from(self.succeeded + self.failed).unwrap_or(u32::MAX);
-        self.latency.checked_div(answered).unwrap_or_default()
-    }
-}
+impl OpcodeStats {}
 
 /// Figures of the whole queue.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use super::pool::{Chain, MailboxPool};
 use martlet_mlx5_abi::command::{INLINE_BYTES, MAILBOX_DATA_BYTES};
 
 /// Where a command's input is written, from its begin to its end.
-pub struct InputWriter<'a> {
+pub(crate) struct InputWriter<'a> {
     pool: &'a MailboxPool,
     chain: &'a Chain,
     inline: [u8; INLINE_BYTES],
@@ -23,7 +23,7 @@ impl<'a> InputWriter<'a> {
     ///
     /// # Panics
     /// If the message becomes longer than it was said to be.
-    pub fn write(&mut self, mut from: &[u8]) {
+    pub(crate) fn write(&mut self, mut from: &[u8]) {
         assert!(from.len() <= self.bytes - self.written, "a message is as long as it said");
         if let Some(room) = self.inline.get_mut(self.written..).filter(|room| !room.is_empty()) {
             let (now, later) = from.split_at(from.len().min(room.len()));
@@ -40,19 +40,6 @@ impl<'a> InputWriter<'a> {
             if begin + now.len() == MAILBOX_DATA_BYTES {
                 self.flush(MAILBOX_DATA_BYTES);
             }
-        }
-    }
-
-    /// Appends zeros.
-    ///
-    /// # Panics
-    /// As [`Self::write`].
-    pub fn write_zeros(&mut self, mut count: usize) {
-        const ZEROS: [u8; 64] = [0; 64];
-        while count > 0 {
-            let now = count.min(ZEROS.len());
-            self.write(&ZEROS[..now]);
-            count -= now;
         }
     }
 

@@ -46,7 +46,7 @@ pub struct Platform {
 /// for none of them. When it is dropped, the function is taken down and everything that was made
 /// on it is destroyed.
 pub struct Mlx5Device {
-    firmware: Arc<Firmware>,
+    pub(crate) firmware: Arc<Firmware>,
     vectors: Arc<dyn Vectors>,
     identity: Identity,
     guest: Arc<Guest>,
@@ -101,12 +101,6 @@ impl Mlx5Device {
         Ok(Mlx5Device { firmware, vectors, identity, guest, control })
     }
 
-    /// The function's firmware: for others who drive something on the same function, and for its
-    /// figures.
-    pub fn firmware(&self) -> &Arc<Firmware> {
-        &self.firmware
-    }
-
     /// What the command queue and the page keeper have counted.
     pub fn firmware_stats(&self) -> FirmwareStats {
         self.firmware.stats()
@@ -120,13 +114,6 @@ impl Mlx5Device {
     /// Where the device is.
     pub fn state(&self) -> DeviceState {
         self.lock().state
-    }
-
-    /// Destroys all memory keys that nobody uses, now: how many bytes are pinned afterwards.
-    pub fn collect_keys(&self) -> u64 {
-        let mut control = self.lock();
-        self.drain_keys(&mut control);
-        control.keys.registry().counters().pinned_bytes
     }
 
     fn lock(&self) -> MutexGuard<'_, Control> {

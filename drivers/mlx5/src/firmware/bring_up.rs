@@ -79,7 +79,7 @@ impl From<DmaError> for BringUpError {
 
 /// What a function is, after its bring-up.
 #[derive(Clone, Debug)]
-pub struct Setup {
+pub(crate) struct Setup {
     /// General capabilities.
     pub general: GeneralCapabilities,
     /// Capabilities of virtqueues.
@@ -98,7 +98,7 @@ pub struct Setup {
 
 impl Firmware {
     /// Brings the function up. On an error it is left as it is; a later attempt starts over.
-    pub fn bring_up(
+    pub(crate) fn bring_up(
         registers: Arc<dyn Registers>,
         dma: Arc<dyn Dma>,
         waiter: Arc<dyn Waiter>,

@@ -11,8 +11,10 @@ mod events;
 mod pages;
 mod shared;
 
+pub use bring_up::BringUpError;
+pub(crate) use bring_up::Setup;
 pub(crate) use bring_up::objects_of;
-pub use bring_up::{BringUpError, Setup};
 pub use pages::PageStats;
+pub use shared::FirmwareStats;
 pub(crate) use shared::is_done;
-pub use shared::{Firmware, FirmwareStats, users};
+pub(crate) use shared::{Firmware, users};

@@ -19,17 +19,17 @@ use std::time::Duration;
 
 /// The driver's own users of the command queue; whoever else drives something on the same function
 /// takes other numbers.
-pub mod users {
+pub(crate) mod users {
     use crate::command::UserId;
 
     /// Virtqueues.
-    pub const QUEUES: UserId = UserId(0);
+    pub(crate) const QUEUES: UserId = UserId(0);
     /// Memory keys that somebody waits for.
-    pub const MEMORY: UserId = UserId(1);
+    pub(crate) const MEMORY: UserId = UserId(1);
     /// What nobody waits for: keys that are destroyed later, late answers.
-    pub const LAZY: UserId = UserId(2);
+    pub(crate) const LAZY: UserId = UserId(2);
     /// Bring-up, pages and teardown.
-    pub const SETUP: UserId = UserId(3);
+    pub(crate) const SETUP: UserId = UserId(3);
 }
 
 /// How long a blocking call sleeps at most. Its interrupt may go to another thread that waits for
@@ -48,7 +48,7 @@ const WAIT_MIN: Duration = Duration::from_micros(1);
 const CAUTION: Duration = Duration::from_secs(10);
 
 /// The firmware of one function. Shared.
-pub struct Firmware {
+pub(crate) struct Firmware {
     registers: Arc<dyn Registers>,
     dma: Arc<dyn Dma>,
     waiter: Arc<dyn Waiter>,
@@ -110,7 +110,7 @@ impl Firmware {
     }
 
     /// What the device is driven with.
-    pub fn options(&self) -> &Options {
+    pub(crate) fn options(&self) -> &Options {
         &self.options
     }
 
@@ -122,12 +122,12 @@ impl Firmware {
     }
 
     /// The device's registers.
-    pub fn registers(&self) -> &dyn Registers {
+    pub(crate) fn registers(&self) -> &dyn Registers {
         &*self.registers
     }
 
     /// Memory for the device.
-    pub fn dma(&self) -> &dyn Dma {
+    pub(crate) fn dma(&self) -> &dyn Dma {
         &*self.dma
     }
 
@@ -149,17 +149,17 @@ impl Firmware {
     }
 
     /// The device's clock.
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.waiter.now()
     }
 
     /// Where the device is waited for.
-    pub fn waiter(&self) -> &dyn Waiter {
+    pub(crate) fn waiter(&self) -> &dyn Waiter {
         &*self.waiter
     }
 
     /// What it has counted.
-    pub fn stats(&self) -> FirmwareStats {
+    pub(crate) fn stats(&self) -> FirmwareStats {
         let state = self.lock();
         FirmwareStats {
             commands: state.queue.stats(),
@@ -170,7 +170,7 @@ impl Firmware {
     }
 
     /// Whether the device is gone.
-    pub fn is_gone(&self) -> bool {
+    pub(crate) fn is_gone(&self) -> bool {
         self.lock().queue.is_gone()
     }
 
@@ -187,7 +187,7 @@ impl Firmware {
     }
 
     /// How often the device has told of a change of the link.
-    pub fn link_events(&self) -> u64 {
+    pub(crate) fn link_events(&self) -> u64 {
         self.link_events.load(Ordering::Acquire)
     }
 
@@ -199,13 +199,13 @@ impl Firmware {
 
     /// Moves everything on by a step, without waiting, and the batch with it. Whether the batch is
     /// done.
-    pub fn poll(&self, batch: &mut Batch) -> bool {
+    pub(crate) fn poll(&self, batch: &mut Batch) -> bool {
         self.waiter.poll();
         self.step(Some(batch)).0
     }
 
     /// Executes a batch.
-    pub fn run(&self, batch: &mut Batch) {
+    pub(crate) fn run(&self, batch: &mut Batch) {
         loop {
             let (done, until) = self.step(Some(batch));
             if done {
@@ -216,7 +216,7 @@ impl Firmware {
     }
 
     /// Executes one command.
-    pub fn call(
+    pub(crate) fn call(
         &self,
         user: UserId,
         deadline: Duration,
@@ -239,7 +239,7 @@ impl Firmware {
 
     /// Moves everything on by a step, without waiting: when to do that again even if the device
     /// does not interrupt.
-    pub fn service(&self) -> Option<Instant> {
+    pub(crate) fn service(&self) -> Option<Instant> {
         self.waiter.poll();
         let (_, until) = self.step(None);
         let mut state = self.lock();

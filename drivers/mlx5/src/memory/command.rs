@@ -11,7 +11,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 /// What all keys of a device have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeyContext {
+pub(crate) struct KeyContext {
     /// User context of the commands; 0 is the function's own driver.
     pub uid: u16,
     /// Protection domain of the keys.
@@ -22,7 +22,7 @@ pub struct KeyContext {
 
 /// What became of a command about keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KeyAnswer {
+pub(crate) enum KeyAnswer {
     /// Done.
     Done {
         /// CREATE_MKEY: the new key's number.
@@ -45,7 +45,7 @@ pub enum KeyAnswer {
 
 /// Kinds of no.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     /// The device has no room for another key (LIM_EXCEEDED, NO_RESOURCES).
     NoRoom,
     /// Later, perhaps (RESOURCE_BUSY, NOT_READY).
@@ -57,7 +57,7 @@ pub enum Refusal {
 /// A command to issue. Its input is made piece by piece, where it is to lie: the input for 1 GiB
 /// in steps of 4 KiB has 2 MiB.
 #[derive(Debug)]
-pub struct KeyCommand {
+pub(crate) struct KeyCommand {
     tag: u64,
     opcode: Opcode,
     head: Vec<u8>,
@@ -124,23 +124,23 @@ impl KeyCommand {
     }
 
     /// What its outcome is to be reported with.
-    pub fn tag(&self) -> u64 {
+    pub(crate) fn tag(&self) -> u64 {
         self.tag
     }
 
     /// CREATE_MKEY or DESTROY_MKEY.
-    pub fn opcode(&self) -> Opcode {
+    pub(crate) fn opcode(&self) -> Opcode {
         self.opcode
     }
 
     /// Length of its input. The output is 16 bytes long.
-    pub fn input_bytes(&self) -> usize {
+    pub(crate) fn input_bytes(&self) -> usize {
         self.head.len() + self.list.bytes()
     }
 
     /// Fills `into` with the input from `offset` on, zeros beyond its end. Costs as much as the
     /// bytes asked for, wherever they are.
-    pub fn fill(&self, offset: usize, into: &mut [u8]) {
+    pub(crate) fn fill(&self, offset: usize, into: &mut [u8]) {
         let head = self.head.get(offset..).unwrap_or(&[]);
         let (begin, rest) = into.split_at_mut(head.len().min(into.len()));
         begin.copy_from_slice(head.get(..begin.len()).unwrap_or(&[]));

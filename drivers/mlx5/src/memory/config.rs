@@ -20,7 +20,7 @@ pub enum Deletion {
         /// How much later, at least.
         delay: Duration,
     },
-    /// By the one who let them go: see [`must_delete`](crate::memory::Registry::must_delete).
+    /// By the one who let them go: see `Registry::must_delete`.
     AtOnce,
 }
 

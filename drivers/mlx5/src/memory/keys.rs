@@ -29,7 +29,7 @@ pub(crate) fn unpin_last(keys: Vec<Arc<DirectKey>>) {
 /// gave the queue another key, or destroyed it, has succeeded. If such a command got no answer,
 /// nobody knows which key the queue has: hold both maps then.
 #[derive(Clone)]
-pub struct MapRef(Arc<MapName>);
+pub(crate) struct MapRef(Arc<MapName>);
 
 #[derive(Debug)]
 struct MapName {
@@ -38,7 +38,7 @@ struct MapName {
 
 impl MapRef {
     /// The key to program queues with.
-    pub fn key(&self) -> u32 {
+    pub(crate) fn key(&self) -> u32 {
         self.0.key
     }
 

@@ -38,12 +38,13 @@ mod registry;
 mod split;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 mod translation;
 
-pub use command::{KeyAnswer, KeyCommand, KeyContext, Refusal};
+pub(crate) use command::{KeyAnswer, KeyCommand, KeyContext, Refusal};
 pub use config::{Deletion, MemoryConfig, Update};
 pub use counters::MemoryCounters;
-pub use keys::MapRef;
-pub use port::{Issued, KeyPort};
-pub use registry::{Drained, Registry};
-pub use split::MapError;
+pub(crate) use keys::MapRef;
+pub(crate) use port::{Issued, KeyPort};
+pub(crate) use registry::Registry;

@@ -24,7 +24,7 @@ const RETRY_EVERY: Duration = Duration::from_micros(50);
 
 /// What came of [`KeyPort::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Issued {
+pub(crate) enum Issued {
     /// A command is in the queue: ring the doorbell and call again. While the device reads a long
     /// input, the next one is pinned and written.
     One,
@@ -50,7 +50,7 @@ pub enum Issued {
 /// A port that is not polled issues nothing: so a suspend that must not share the queue with late
 /// deletions leaves the port alone until the resume.
 #[derive(Debug)]
-pub struct KeyPort {
+pub(crate) struct KeyPort {
     registry: Registry,
     user: UserId,
     deadline: Duration,
@@ -66,7 +66,7 @@ pub struct KeyPort {
 
 impl KeyPort {
     /// A registry whose commands are `user`'s, and are given up after `deadline`.
-    pub fn new(
+    pub(crate) fn new(
         config: MemoryConfig,
         context: KeyContext,
         user: UserId,
@@ -78,19 +78,19 @@ impl KeyPort {
     }
 
     /// The keys.
-    pub fn registry(&self) -> &Registry {
+    pub(crate) fn registry(&self) -> &Registry {
         &self.registry
     }
 
     /// The keys. Commands and answers go through the port only.
-    pub fn registry_mut(&mut self) -> &mut Registry {
+    pub(crate) fn registry_mut(&mut self) -> &mut Registry {
         &mut self.registry
     }
 
     /// Gets the next command ready, if one has its turn, without the queue: what takes long is
     /// pinning memory, and others may need the queue meanwhile. [`KeyPort::poll`] does it too if it
     /// has not been done.
-    pub fn prepare(&mut self, now: Instant, dma: &dyn Dma) {
+    pub(crate) fn prepare(&mut self, now: Instant, dma: &dyn Dma) {
         if self.waiting.is_none() {
             self.waiting = self.registry.poll_command(dma, now).map(request);
         }
@@ -98,7 +98,7 @@ impl KeyPort {
 
     /// Takes what has ended, then puts the next command into the queue, if one has its turn and
     /// the queue takes it. Writes its input, and takes as long as that.
-    pub fn poll(&mut self, now: Instant, queue: &mut CommandQueue, dma: &dyn Dma) -> Issued {
+    pub(crate) fn poll(&mut self, now: Instant, queue: &mut CommandQueue, dma: &dyn Dma) -> Issued {
         self.collect(queue);
         loop {
             let next = self.waiting.take();
@@ -136,7 +136,7 @@ impl KeyPort {
     }
 
     /// When to call [`KeyPort::poll`], or [`Registry::release_one`], even if nothing has happened.
-    pub fn poll_timeout(&mut self, now: Instant) -> Option<Instant> {
+    pub(crate) fn poll_timeout(&mut self, now: Instant) -> Option<Instant> {
         if self.waiting.is_some() {
             return self.flying.is_empty().then(|| now.after(RETRY_EVERY));
         }
@@ -167,15 +167,10 @@ impl KeyPort {
     }
 
     /// Takes a late completion, if it is one of the port's; whether it was.
-    pub fn on_late(&mut self, late: &LateCompletion) -> bool {
+    pub(crate) fn on_late(&mut self, late: &LateCompletion) -> bool {
         let Some(tag) = self.lost.remove(&late.id) else { return false };
         self.registry.on_late_answer(tag, &answer(&late.result));
         true
-    }
-
-    /// Commands without an answer.
-    pub fn in_flight(&self) -> usize {
-        self.flying.len()
     }
 }
 

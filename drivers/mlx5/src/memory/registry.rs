@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 /// What a drain came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Drained {
+pub(crate) struct Drained {
     /// Maps that somebody still holds, the current one included: their keys exist.
     pub maps_held: usize,
     /// Keys that may exist although nobody knows or can destroy them.
@@ -60,7 +60,7 @@ enum Phase {
 /// When it is dropped, memory whose keys exist stays pinned for the life of the process: see
 /// [`begin_drain`](Registry::begin_drain).
 #[derive(Debug)]
-pub struct Registry {
+pub(crate) struct Registry {
     config: MemoryConfig,
     context: KeyContext,
     ledger: Arc<Ledger>,
@@ -79,7 +79,7 @@ impl Registry {
     ///
     /// # Panics
     /// If the configuration makes no sense: a window of nothing, pieces that are no power of two.
-    pub fn new(config: MemoryConfig, context: KeyContext) -> Registry {
+    pub(crate) fn new(config: MemoryConfig, context: KeyContext) -> Registry {
         config.check();
         Registry {
             config,
@@ -103,7 +103,7 @@ impl Registry {
     /// are shared. A whole map that is there already is used again, without any command: so
     /// setting the same map twice costs nothing. Memory is known by its address and owner: an
     /// owner that puts other pages behind the same addresses must take them out of the map first.
-    pub fn begin_set_map(&mut self, runs: &[MapRun]) -> Result<(), VdpaError> {
+    pub(crate) fn begin_set_map(&mut self, runs: &[MapRun]) -> Result<(), VdpaError> {
         let invalid = |reason: String| VdpaError::Invalid { action: ACTION, reason };
         if self.build.is_some() || self.outcome.is_some() {
             return Err(invalid("another map is being built".to_owned()));
@@ -157,37 +157,28 @@ impl Registry {
     /// How the build went, once; `None` while it goes on or if there is none. `Ok(None)` is the
     /// empty map, which has no key. On an error everything that was made for the map is gone,
     /// but for keys that are counted as abandoned.
-    pub fn poll_set_map(&mut self) -> Option<Result<Option<MapRef>, VdpaError>> {
+    pub(crate) fn poll_set_map(&mut self) -> Option<Result<Option<MapRef>, VdpaError>> {
         self.outcome.take()
     }
 
     /// Ends the build, if there is one, with this error: [`poll_set_map`](Registry::poll_set_map)
     /// gives it when nothing is left of it.
-    pub fn cancel_set_map(&mut self, error: VdpaError) {
+    pub(crate) fn cancel_set_map(&mut self, error: VdpaError) {
         if let Some(build) = &mut self.build {
             build.fail(error);
             self.settle();
         }
     }
 
-    /// Whether a build is going on.
-    pub fn is_building(&self) -> bool {
-        self.build.is_some()
-    }
-
     /// Makes `map` the current one; with `None` there is none. What was current is let go.
-    pub fn install(&mut self, map: Option<MapRef>) {
+    pub(crate) fn install(&mut self, map: Option<MapRef>) {
         self.current = map;
     }
 
     /// The current map.
-    pub fn current(&self) -> Option<&MapRef> {
+    #[cfg(test)]
+    pub(super) fn current(&self) -> Option<&MapRef> {
         self.current.as_ref()
-    }
-
-    /// The current map's key.
-    pub fn current_key(&self) -> Option<u32> {
-        self.current.as_ref().map(MapRef::key)
     }
 
     /// The next command to issue at `now`, or `None`: then more come after an answer, after a call
@@ -195,7 +186,7 @@ impl Registry {
     /// the command's piece, so it may take as long as that.
     ///
     /// The command must be issued, or answered at once with what is in the way.
-    pub fn poll_command(&mut self, dma: &dyn Dma, now: Instant) -> Option<KeyCommand> {
+    pub(crate) fn poll_command(&mut self, dma: &dyn Dma, now: Instant) -> Option<KeyCommand> {
         self.collect(now);
         loop {
             let phase = self.phase();
@@ -318,7 +309,7 @@ impl Registry {
 
     /// Takes the outcome of the command with this tag. Each command has one outcome; a tag that is
     /// not known (any more) is ignored.
-    pub fn on_answer(&mut self, tag: u64, answer: KeyAnswer, now: Instant) {
+    pub(crate) fn on_answer(&mut self, tag: u64, answer: KeyAnswer, now: Instant) {
         let flight = self.build.as_mut().and_then(|build| build.flying.remove(&tag));
         if let Some(flight) = flight {
             self.on_created(tag, flight.what, answer);
@@ -338,7 +329,7 @@ impl Registry {
 
     /// Takes the answer to a command whose outcome was [`KeyAnswer::Lost`]: what it did after all
     /// is undone, or no more abandoned.
-    pub fn on_late_answer(&mut self, tag: u64, answer: &KeyAnswer) {
+    pub(crate) fn on_late_answer(&mut self, tag: u64, answer: &KeyAnswer) {
         let Some(late) = self.reaper.on_late_answer(tag, answer) else { return };
         self.counted.keys_abandoned -= 1;
         match late {
@@ -431,13 +422,13 @@ impl Registry {
 
     /// Unpins the memory of one key that was destroyed; whether there was one. Not while a map is
     /// being built, which would wait for it.
-    pub fn release_one(&mut self) -> bool {
+    pub(crate) fn release_one(&mut self) -> bool {
         self.build.is_none() && self.reaper.release_one()
     }
 
     /// When the registry wants to be asked for commands again, or has memory to unpin; a moment
     /// in the past for at once. Answers that are awaited come by themselves.
-    pub fn next_due(&mut self, now: Instant) -> Option<Instant> {
+    pub(crate) fn next_due(&mut self, now: Instant) -> Option<Instant> {
         self.collect(now);
         if self.build.is_some() {
             return None;
@@ -449,7 +440,7 @@ impl Registry {
     /// Whether the one who lets a map go has to see its end: deletion is not deferred, and
     /// something is left to delete. Memory of destroyed keys is unpinned by then. For measuring
     /// what deferring is worth.
-    pub fn must_delete(&mut self, now: Instant) -> bool {
+    pub(crate) fn must_delete(&mut self, now: Instant) -> bool {
         self.collect(now);
         if self.config.deletion != Deletion::AtOnce {
             return false;
@@ -461,14 +452,14 @@ impl Registry {
     /// Begins to destroy everything that nobody holds, without delay; a build is cancelled with
     /// `error`. At shutdown: `install(None)`, drop all other holds, then this, then commands and
     /// answers until [`poll_drained`](Registry::poll_drained).
-    pub fn begin_drain(&mut self, error: VdpaError) {
+    pub(crate) fn begin_drain(&mut self, error: VdpaError) {
         self.cancel_set_map(error);
         self.draining = true;
         while self.release_one() {}
     }
 
     /// How the drain went; `None` while it goes on. Memory of destroyed keys is unpinned by then.
-    pub fn poll_drained(&mut self, now: Instant) -> Option<Drained> {
+    pub(crate) fn poll_drained(&mut self, now: Instant) -> Option<Drained> {
         self.collect(now);
         while self.release_one() {}
         if self.build.is_some() || !self.reaper.is_idle() {
@@ -484,14 +475,14 @@ impl Registry {
 
     /// Gives a drain up that takes too long. What it has not destroyed stays in the backlog, and
     /// goes when the device lets it.
-    pub fn end_drain(&mut self) {
+    pub(crate) fn end_drain(&mut self) {
         self.draining = false;
     }
 
     /// Forgets all keys, abandoned ones too, and unpins everything: **only** when the device surely reaches no memory
     /// any more, because it was torn down (TEARDOWN_HCA was answered), was reset, or its bus
     /// refuses it.
-    pub fn forget_all(&mut self) {
+    pub(crate) fn forget_all(&mut self) {
         if let Some(build) = self.build.take() {
             build.forget_all();
             self.outcome = Some(Err(VdpaError::Gone { action: ACTION }));
@@ -507,7 +498,7 @@ impl Registry {
     }
 
     /// What was done so far.
-    pub fn counters(&self) -> MemoryCounters {
+    pub(crate) fn counters(&self) -> MemoryCounters {
         let (backlog_maps, backlog_keys) = self.reaper.backlog();
         MemoryCounters {
             pinned_bytes: self.ledger.pinned_bytes(),

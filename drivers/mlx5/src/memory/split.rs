@@ -5,7 +5,7 @@ use martlet_vdpa::{Access, HostMemory, MapRun};
 
 /// Why a map can't be given to the device: the VMM's fault. The values are in the message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum MapError {
+pub(crate) enum MapError {
     /// Empty, or not whole pages, here or in the guest's addresses.
     #[error("the run at {iova:#x} ({bytes:#x} bytes at {address:#x}) is not whole pages")]
     NotPages {

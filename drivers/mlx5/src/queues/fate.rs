@@ -5,7 +5,7 @@ use martlet_vdpa::VdpaError;
 
 /// What went wrong with a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QueueFault {
+pub(crate) struct QueueFault {
     /// Which; `None` for what is about all of them.
     pub queue: Option<u16>,
     /// What.

@@ -29,10 +29,10 @@ mod stop;
 mod table;
 mod umem;
 
-pub use fate::QueueFault;
 pub(crate) use fate::{Faults, vdpa_error};
 pub(crate) use queue::{Common, LogTo, Place};
 pub(crate) use set::{Gates, Queues, Scratch};
 pub(crate) use start::{Starting, Target};
-pub use state::{DeviceEvent, DeviceState, ObjectEvent, ObjectState};
+pub(crate) use state::DeviceEvent;
+pub use state::DeviceState;
 pub(crate) use stop::Stopping;

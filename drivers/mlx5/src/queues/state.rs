@@ -2,7 +2,7 @@
 
 /// A virtqueue's object, as far as the driver knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ObjectState {
+pub(crate) enum ObjectState {
     /// Made, never started.
     Init,
     /// It passes frames.
@@ -17,7 +17,7 @@ pub enum ObjectState {
 
 /// What happens to a virtqueue's object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ObjectEvent {
+pub(crate) enum ObjectEvent {
     /// A change to RDY has succeeded.
     Started,
     /// A change to SUSPEND has succeeded.
@@ -36,7 +36,8 @@ pub enum ObjectEvent {
 
 impl ObjectState {
     /// All states.
-    pub const ALL: [ObjectState; 5] = [
+    #[cfg(test)]
+    pub(crate) const ALL: [ObjectState; 5] = [
         ObjectState::Init,
         ObjectState::Ready,
         ObjectState::Suspended,
@@ -45,7 +46,7 @@ impl ObjectState {
     ];
 
     /// What the state becomes; `None` if the event can't happen in it.
-    pub const fn next(self, event: ObjectEvent) -> Option<ObjectState> {
+    pub(crate) const fn next(self, event: ObjectEvent) -> Option<ObjectState> {
         use ObjectEvent as E;
         use ObjectState as S;
         match (self, event) {
@@ -78,7 +79,8 @@ impl ObjectState {
 
 impl ObjectEvent {
     /// All events.
-    pub const ALL: [ObjectEvent; 7] = [
+    #[cfg(test)]
+    pub(crate) const ALL: [ObjectEvent; 7] = [
         ObjectEvent::Started,
         ObjectEvent::Stopped,
         ObjectEvent::Unanswered,
@@ -108,7 +110,7 @@ pub enum DeviceState {
 
 /// What happens to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceEvent {
+pub(crate) enum DeviceEvent {
     /// `prepare` has succeeded.
     Prepare,
     /// `start` has succeeded.
@@ -129,7 +131,8 @@ pub enum DeviceEvent {
 
 impl DeviceState {
     /// All states.
-    pub const ALL: [DeviceState; 6] = [
+    #[cfg(test)]
+    pub(crate) const ALL: [DeviceState; 6] = [
         DeviceState::Idle,
         DeviceState::Prepared,
         DeviceState::Running,
@@ -139,7 +142,7 @@ impl DeviceState {
     ];
 
     /// What the state becomes; `None` if the event is not allowed in it.
-    pub const fn next(self, event: DeviceEvent) -> Option<DeviceState> {
+    pub(crate) const fn next(self, event: DeviceEvent) -> Option<DeviceState> {
         use DeviceEvent as E;
         use DeviceState as S;
         match (self, event) {
@@ -193,7 +196,8 @@ impl DeviceState {
 
 impl DeviceEvent {
     /// All events.
-    pub const ALL: [DeviceEvent; 8] = [
+    #[cfg(test)]
+    pub(crate) const ALL: [DeviceEvent; 8] = [
         DeviceEvent::Prepare,
         DeviceEvent::Start,
         DeviceEvent::BeginSuspend,

@@ -14,7 +14,7 @@ use super::{Table, cell, ms};
 use crate::cli::BenchVdpaArgs;
 use crate::failure::Failure;
 use crate::view::number::size;
-use martlet_mlx5::memory::Deletion;
+use martlet_mlx5::Deletion;
 use martlet_mlx5::options::{IndexReads, Options, Pace};
 use martlet_mlx5_model::Latencies;
 use martlet_vdpa::VdpaDevice;

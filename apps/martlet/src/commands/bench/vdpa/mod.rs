@@ -12,7 +12,7 @@ use crate::report_json::{ms, round_to};
 use crate::view::number::size;
 use crate::view::table::Table;
 use downtime::DowntimeJson;
-use martlet_mlx5::memory::Deletion;
+use martlet_mlx5::Deletion;
 use martlet_mlx5::options::{LinkNotifier, Options, Pace, UNREGISTER_WAIT};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_model::Latencies;

@@ -1,9 +1,9 @@
 //! Cards on models with published latencies, in real time, and a guest's memory for them.
 
 use crate::failure::{Failure, chain};
-use martlet_mlx5::command::OpcodeStats;
-use martlet_mlx5::device::{Mlx5Device, Platform};
+use martlet_mlx5::OpcodeStats;
 use martlet_mlx5::options::Options;
+use martlet_mlx5::{Mlx5Device, Platform};
 use martlet_mlx5_model::{Latencies, Model, ModelConfig};
 use martlet_ram::{GuestRam, RegionIndex};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};

@@ -1,11 +1,9 @@
 //! Any map, any order, any failure: what the device reaches is what the map says.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod memory_support;
-
-use martlet_mlx5::memory::{MapRef, MemoryConfig, Refusal};
+use super::support::{FAULTS, Fault, PAGE, Rig, at_once, config, everything, fake_memory, run};
+use crate::memory::{MapRef, MemoryConfig, Refusal};
 use martlet_vdpa::{Access, HostMemory, MapRun};
-use memory_support::{FAULTS, Fault, PAGE, Rig, at_once, config, everything, fake_memory, run};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::time::Duration;

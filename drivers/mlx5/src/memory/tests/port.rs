@@ -2,17 +2,15 @@
 //! answers when it likes, late or never.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod memory_support;
-
+use super::support::{NULL_KEY, PAGE, PD, World, config, fake_memory, run};
+use crate::command::{CommandQueue, QueueOptions, Request, UserId};
+use crate::memory::{Issued, KeyAnswer, KeyContext, KeyPort, MapRef, MemoryConfig};
 use martlet_device_io::{BusAddress, BusMemory};
-use martlet_mlx5::command::{CommandQueue, QueueOptions, Request, UserId};
-use martlet_mlx5::memory::{Issued, KeyAnswer, KeyContext, KeyPort, MapRef, MemoryConfig};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::init_segment::CommandQueueShape;
 use martlet_soft_bus::{Addressing, SoftBus};
 use martlet_units::Instant;
 use martlet_vdpa::{Access, HostMemory, MapRun, VdpaError};
-use memory_support::{NULL_KEY, PAGE, PD, World, config, fake_memory, run};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::time::Duration;

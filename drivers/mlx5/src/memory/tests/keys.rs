@@ -1,14 +1,12 @@
 //! Maps, keys and what is left of them, with a firmware that keeps books.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-mod memory_support;
-
-use martlet_mlx5::memory::{MemoryConfig, Refusal};
-use martlet_units::Instant;
-use martlet_vdpa::{Access, HostMemory, MapRun, VdpaError};
-use memory_support::{
+use super::support::{
     FAULTS, Fault, GIB, PAGE, Rig, at_once, config, everything, fake_memory, run,
 };
+use crate::memory::{MapRef, MemoryConfig, Refusal};
+use martlet_units::Instant;
+use martlet_vdpa::{Access, HostMemory, MapRun, VdpaError};
 use std::time::Duration;
 
 const DELAY: Duration = MemoryConfig::DELETION_DELAY;
@@ -43,10 +41,10 @@ fn a_map_is_direct_keys_and_one_indirect_last() {
 fn the_empty_map_has_no_key() {
     let mut rig = Rig::new(config(16));
     rig.set_map(&[]).unwrap();
-    assert_eq!((rig.registry.current_key(), rig.log.len()), (None, 0));
+    assert_eq!((rig.registry.current().map(MapRef::key), rig.log.len()), (None, 0));
     rig.set_map(&small_map(&memory())).unwrap();
     rig.set_map(&[]).unwrap();
-    assert_eq!(rig.registry.current_key(), None);
+    assert_eq!(rig.registry.current().map(MapRef::key), None);
     rig.pass(DELAY);
     assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (0, 0));
 }
@@ -200,12 +198,12 @@ fn a_failure_at_any_command_leaves_the_old_map_and_no_key() {
             for number in 0..4 {
                 let mut rig = Rig::new(MemoryConfig { create_window: window, ..config(16) });
                 rig.set_map(&old).unwrap();
-                let key = rig.registry.current_key();
+                let key = rig.registry.current().map(MapRef::key);
                 rig.faults.insert(6 + number, fault);
                 let error = rig.set_map(&second_map(&memory)).unwrap_err();
                 let lost = matches!(fault, Fault::LostBefore | Fault::LostAfter);
                 assert_eq!(matches!(error, VdpaError::Timeout { .. }), lost);
-                assert_eq!(rig.registry.current_key(), key);
+                assert_eq!(rig.registry.current().map(MapRef::key), key);
                 rig.check(&old);
                 // What may exist although nobody knows stays pinned, if it reaches memory at all.
                 let direct_lost = lost && number < 3;

@@ -2,13 +2,13 @@
 //!
 //! The firmware reads commands as bytes, at offsets typed from the documents. It notes what no
 //! driver may do: unpin memory that a key reaches, destroy a direct key under an indirect one.
-#![allow(unsafe_code, dead_code, reason = "each test file uses a part of it")]
+#![allow(unsafe_code)]
 // UNSAFETY: memory is named by addresses that nothing lies at, and nothing here looks there.
 
-use martlet_device_io::{BusAddress, BusRun, Dma, DmaBlock, DmaError, HostMemory, Pinned};
-use martlet_mlx5::memory::{
+use crate::memory::{
     Deletion, KeyAnswer, KeyCommand, KeyContext, MapRef, MemoryConfig, Refusal, Registry, Update,
 };
+use martlet_device_io::{BusAddress, BusRun, Dma, DmaBlock, DmaError, HostMemory, Pinned};
 use martlet_units::Instant;
 use martlet_vdpa::{Access, Iova, MapRun, VdpaError};
 use std::collections::{BTreeMap, VecDeque};
@@ -457,7 +457,7 @@ impl Rig {
     }
 
     /// Drops everything that nobody holds.
-    pub(crate) fn drain(&mut self) -> martlet_mlx5::memory::Drained {
+    pub(crate) fn drain(&mut self) -> crate::memory::registry::Drained {
         self.registry.begin_drain(VdpaError::Gone { action: "map memory" });
         loop {
             let issued = self.issue();
@@ -470,12 +470,12 @@ impl Rig {
 
     /// What the current map gives at `iova`.
     pub(crate) fn translate(&self, iova: u64, access: Access) -> Option<u64> {
-        self.world.books().translate(self.registry.current_key()?, iova, access)
+        self.world.books().translate(self.registry.current()?.key(), iova, access)
     }
 
     /// Compares each page around the map, and each access, with what the map says.
     pub(crate) fn check(&self, runs: &[MapRun]) {
-        let key = self.registry.current_key();
+        let key = self.registry.current().map(MapRef::key);
         let books = self.world.books();
         let mut last_end = 0;
         for run in runs {
