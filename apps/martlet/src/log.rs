@@ -6,6 +6,7 @@
 //! its place.
 
 use crate::failure::{Failure, one_line};
+use martlet_transport::SocketFile;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -175,8 +176,10 @@ impl Drop for Log {
     }
 }
 
-/// Ends the process at once, from any thread; the last lines are still written.
+/// Ends the process at once, from any thread. It leaves no socket behind, and the last lines are
+/// still written.
 pub(crate) fn exit(status: i32) -> ! {
+    SocketFile::remove_all();
     SAID.finish(FINISH_MAX);
     std::process::exit(status)
 }

@@ -4,7 +4,6 @@ mod accelerator;
 mod cli;
 mod commands;
 mod control;
-mod control_socket;
 mod failure;
 #[cfg(test)]
 mod fake;
@@ -25,6 +24,7 @@ use clap::error::ErrorKind;
 use cli::{Cli, Command};
 use failure::Failure;
 use log::{Log, note};
+use martlet_transport::SocketFile;
 use signals::{Held, Signal};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -47,7 +47,10 @@ fn main() -> ExitCode {
         (_, Err(error)) => Err(Failure::because("cannot take signals", &error)),
         (Ok(cli), Ok(held)) => log.filter(cli.log.as_deref()).and_then(|()| run(&cli, held)),
     };
-    conclude(result)
+    let status = conclude(result);
+    // Threads that end with the process keep what owns them.
+    SocketFile::remove_all();
+    status
 }
 
 /// Holds back the signals that the command takes; to all others they do what they always do. A

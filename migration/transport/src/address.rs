@@ -1,5 +1,6 @@
 //! Where a destination listens.
 
+use crate::UNIX_PATH_MAX;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -31,9 +32,6 @@ pub enum Address {
 pub struct ParseAddressError {
     text: String,
 }
-
-/// Longest path of a Unix socket (`sun_path` less its NUL).
-const UNIX_PATH_MAX: usize = 107;
 
 impl FromStr for Address {
     type Err = ParseAddressError;

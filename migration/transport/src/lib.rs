@@ -18,6 +18,7 @@ mod listener;
 mod raw;
 pub mod rdma;
 mod rdma_link;
+mod socket_file;
 mod stream;
 mod target;
 mod wake;
@@ -32,6 +33,7 @@ pub use listener::Listener;
 pub use rdma_link::{
     ParseProviderError, Provider, RdmaAccept, RdmaOptions, RdmaReceiver, RdmaSender, Received, Sent,
 };
+pub use socket_file::{SocketFile, SocketFileError, UNIX_PATH_MAX};
 pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
 pub use target::{Target, Until};
 pub use wake::Wake;

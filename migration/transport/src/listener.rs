@@ -1,15 +1,13 @@
 //! Listening for connections.
 
 use crate::stream::wait_any;
-use crate::{Address, Stream, Wake};
+use crate::{Address, SocketFile, Stream, Wake};
 use rustix::event::{PollFd, PollFlags};
 use std::io;
 use std::net::TcpListener;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
 use std::time::Duration;
 
-/// A bound socket that accepts connections. A Unix socket's file goes with it.
+/// A bound socket that accepts connections.
 #[derive(Debug)]
 pub struct Listener {
     kind: Kind,
@@ -18,12 +16,11 @@ pub struct Listener {
 #[derive(Debug)]
 enum Kind {
     Tcp(TcpListener, Address),
-    Unix(UnixListener, PathBuf),
+    Unix(SocketFile),
 }
 
 impl Listener {
-    /// Binds `address`. A Unix socket file that nobody listens on any more is replaced; one in
-    /// use is an error.
+    /// Binds `address`; a path as [`SocketFile::bind`] does.
     pub fn bind(address: &Address) -> io::Result<Listener> {
         let kind = match address {
             Address::Tcp { host, port } | Address::Rdma { host, port } => {
@@ -32,12 +29,9 @@ impl Listener {
                 Kind::Tcp(listener, address.clone())
             }
             Address::Unix(path) => {
-                if is_stale_socket(path) {
-                    std::fs::remove_file(path)?;
-                }
-                let listener = UnixListener::bind(path)?;
-                listener.set_nonblocking(true)?;
-                Kind::Unix(listener, path.clone())
+                let socket = SocketFile::bind(path)?;
+                socket.listener().set_nonblocking(true)?;
+                Kind::Unix(socket)
             }
         };
         Ok(Listener { kind })
@@ -47,7 +41,7 @@ impl Listener {
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.kind {
             Kind::Tcp(listener, bound) => bound.with_port(listener.local_addr()?.port()),
-            Kind::Unix(_, path) => Address::Unix(path.clone()),
+            Kind::Unix(socket) => Address::Unix(socket.path().to_owned()),
         })
     }
 
@@ -60,7 +54,8 @@ impl Listener {
                 wait_any(&mut fds, limit)?;
                 listener.accept().and_then(|(stream, _)| Stream::from_tcp(stream))
             }
-            Kind::Unix(listener, _) => {
+            Kind::Unix(socket) => {
+                let listener = socket.listener();
                 let mut fds =
                     [PollFd::new(listener, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
                 wait_any(&mut fds, limit)?;
@@ -79,23 +74,6 @@ impl Listener {
                 | io::ErrorKind::Interrupted => Ok(None),
                 _ => Err(error),
             },
-        }
-    }
-}
-
-/// Whether `path` is a socket that refuses connections, as a dead process leaves it.
-fn is_stale_socket(path: &std::path::Path) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-    is_socket
-        && UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Kind::Unix(_, path) = &self.kind {
-            let _ = std::fs::remove_file(path);
         }
     }
 }

@@ -3,13 +3,12 @@
 
 use crate::cli::{ReceiveArgs, RunArgs};
 use crate::control::{Control, QuitCause};
-use crate::control_socket::ControlSocket;
 use crate::failure::Failure;
 use crate::log::{self, note};
 use crate::qmp::server;
 use crate::signals::{Held, Signal};
 use crate::vm;
-use martlet_transport::Address;
+use martlet_transport::{Address, SocketFile, SocketFileError};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
@@ -26,7 +25,7 @@ pub(crate) fn run(args: &RunArgs, signals: Held) -> Result<(), Failure> {
     let signals = SignalDesk::open(signals)?;
     let config = vm::run_config(args)?;
     // Before the machine: a socket in use must be noticed before memory is filled.
-    let socket = bind(&args.control.path, &signals)?;
+    let socket = open_control(&args.control.path)?;
     let guest = vm::boot(&config, &args.host)?;
     if !args.paused {
         guest.cont().map_err(Failure::Failed)?;
@@ -46,7 +45,7 @@ pub(crate) fn receive(args: &ReceiveArgs, signals: Held) -> Result<(), Failure> 
     die_with_parent(args.host.parent)?;
     let signals = SignalDesk::open(signals)?;
     let listen = vm::listener(args)?;
-    let socket = bind(&args.control.path, &signals)?;
+    let socket = open_control(&args.control.path)?;
     let control = Control::waiting(listen);
     match &args.listen {
         Some(address) => listen_soon(&control, address, &args.control.path)?,
@@ -82,20 +81,20 @@ fn listen_soon(control: &Arc<Control>, address: &Address, path: &Path) -> Result
     Ok(())
 }
 
-/// Binds the control socket; a signal while the process starts removes it.
-fn bind(path: &Path, signals: &SignalDesk) -> Result<Arc<ControlSocket>, Failure> {
-    let socket = Arc::new(ControlSocket::bind(path)?);
-    signals.set(Desk::Starting(Some(Arc::clone(&socket))));
-    Ok(socket)
+/// Opens the control socket. Whoever can write to it owns the guest.
+fn open_control(path: &Path) -> Result<SocketFile, Failure> {
+    SocketFile::bind(path).map_err(|error| {
+        let text = format!("cannot open control socket {}: {error}", path.display());
+        match error {
+            SocketFileError::Length { .. } => Failure::Usage(text),
+            _ => Failure::Failed(text),
+        }
+    })
 }
 
 /// Serves clients until the process is to end, and ends it in order. Afterwards the control
 /// socket is gone from the file system.
-fn serve(
-    socket: &ControlSocket,
-    control: &Arc<Control>,
-    signals: &SignalDesk,
-) -> Result<(), Failure> {
+fn serve(socket: &SocketFile, control: &Arc<Control>, signals: &SignalDesk) -> Result<(), Failure> {
     signals.set(Desk::Serving(Arc::clone(control)));
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|e| Failure::because("control socket", &e))?;
@@ -114,15 +113,15 @@ fn serve(
 struct SignalDesk(Arc<Mutex<Desk>>);
 
 enum Desk {
-    /// Nothing is there to be ended in order, but for the socket: a signal ends the process.
-    Starting(Option<Arc<ControlSocket>>),
+    /// Nothing is there to be ended in order: a signal ends the process.
+    Starting,
     /// A signal asks this one to quit.
     Serving(Arc<Control>),
 }
 
 impl SignalDesk {
     fn open(signals: Held) -> Result<SignalDesk, Failure> {
-        let desk = SignalDesk(Arc::new(Mutex::new(Desk::Starting(None))));
+        let desk = SignalDesk(Arc::new(Mutex::new(Desk::Starting)));
         let shared = Arc::clone(&desk.0);
         signals
             .deliver(move |signal| {
@@ -133,8 +132,7 @@ impl SignalDesk {
                 }
                 match &*shared.lock().unwrap_or_else(PoisonError::into_inner) {
                     Desk::Serving(control) if control.quit_by_signal() => return,
-                    Desk::Starting(Some(socket)) => socket.remove(),
-                    Desk::Serving(_) | Desk::Starting(None) => {}
+                    Desk::Serving(_) | Desk::Starting => {}
                 }
                 log::exit(signal.exit_status());
             })

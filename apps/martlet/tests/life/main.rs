@@ -5,3 +5,4 @@
 mod command;
 mod ending;
 mod log;
+mod sockets;

@@ -7,14 +7,14 @@
 use super::Bus;
 use crate::SerialOut;
 use crate::vcpu::lock;
+use martlet_transport::SocketFile;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -22,6 +22,8 @@ use std::time::Duration;
 
 /// How long input waits before it looks again whether the guest has read the port's buffer.
 const FULL_WAIT: Duration = Duration::from_millis(5);
+/// Pause after a client could not be taken.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Bytes taken from outside at a time.
 const INPUT_CHUNK: usize = 64;
 
@@ -33,8 +35,6 @@ pub(crate) struct Endpoint {
     /// Readable when the input thread is to end.
     stop: OwnedFd,
     input: Mutex<Option<JoinHandle<()>>>,
-    /// A socket's file, removed at the end.
-    remove: Option<PathBuf>,
 }
 
 enum Sink {
@@ -43,7 +43,7 @@ enum Sink {
     /// Opened non-blocking.
     File(OwnedFd),
     Socket {
-        listener: UnixListener,
+        socket: Arc<SocketFile>,
         client: Mutex<Option<Arc<OwnedFd>>>,
     },
 }
@@ -51,14 +51,14 @@ enum Sink {
 impl Endpoint {
     /// Opens it, and starts a thread where there is input.
     pub(crate) fn open(out: &SerialOut) -> io::Result<Arc<Endpoint>> {
-        let (sink, remove) = match out {
-            SerialOut::None => (Sink::Nowhere, None),
-            SerialOut::Stdio => (Sink::Stdout, None),
-            SerialOut::File(path) => (Sink::File(open_file(path)?), None),
+        let sink = match out {
+            SerialOut::None => Sink::Nowhere,
+            SerialOut::Stdio => Sink::Stdout,
+            SerialOut::File(path) => Sink::File(open_file(path)?),
             SerialOut::Unix(path) => {
-                let listener = UnixListener::bind(path)?;
-                listener.set_nonblocking(true)?;
-                (Sink::Socket { listener, client: Mutex::new(None) }, Some(path.clone()))
+                let socket = Arc::new(SocketFile::bind(path)?);
+                socket.listener().set_nonblocking(true)?;
+                Sink::Socket { socket, client: Mutex::new(None) }
             }
         };
         let endpoint = Arc::new(Endpoint {
@@ -67,7 +67,6 @@ impl Endpoint {
             machine: Mutex::new(Weak::new()),
             stop: rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?,
             input: Mutex::new(None),
-            remove,
         });
         if endpoint.has_input() {
             let stop = endpoint.stop.try_clone()?;
@@ -136,9 +135,6 @@ impl Drop for Endpoint {
                 let _ = thread.join();
             }
         }
-        if let Some(path) = &self.remove {
-            let _ = std::fs::remove_file(path);
-        }
     }
 }
 
@@ -167,7 +163,7 @@ fn write_if_ready(fd: BorrowedFd<'_>, bytes: &[u8]) -> rustix::io::Result<usize>
 
 /// What the input thread waits for besides the order to stop.
 enum Source {
-    Listener(OwnedFd),
+    Listener(Arc<SocketFile>),
     Client(Arc<OwnedFd>),
     Stdin(OwnedFd),
 }
@@ -175,7 +171,8 @@ enum Source {
 impl AsFd for Source {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Source::Listener(fd) | Source::Stdin(fd) => fd.as_fd(),
+            Source::Listener(socket) => socket.listener().as_fd(),
+            Source::Stdin(fd) => fd.as_fd(),
             Source::Client(fd) => fd.as_fd(),
         }
     }
@@ -200,7 +197,9 @@ fn input_loop(endpoint: &Weak<Endpoint>, stop: &OwnedFd) {
         let mut buffer = [0; INPUT_CHUNK];
         let received = match &source {
             Source::Listener(_) => {
-                endpoint.accept();
+                if !endpoint.accept() && !pause(stop, ACCEPT_PAUSE) {
+                    return;
+                }
                 continue;
             }
             Source::Client(client) => {
@@ -230,9 +229,9 @@ fn input_loop(endpoint: &Weak<Endpoint>, stop: &OwnedFd) {
 impl Endpoint {
     fn source(&self) -> io::Result<Source> {
         Ok(match &self.sink {
-            Sink::Socket { listener, client } => match &*lock(client) {
+            Sink::Socket { socket, client } => match &*lock(client) {
                 Some(client) => Source::Client(Arc::clone(client)),
-                None => Source::Listener(listener.as_fd().try_clone_to_owned()?),
+                None => Source::Listener(Arc::clone(socket)),
             },
             Sink::Nowhere | Sink::Stdout | Sink::File(_) => {
                 Source::Stdin(io::stdin().as_fd().try_clone_to_owned()?)
@@ -240,11 +239,16 @@ impl Endpoint {
         })
     }
 
-    fn accept(&self) {
-        if let Sink::Socket { listener, client } = &self.sink
-            && let Ok((stream, _)) = listener.accept()
-        {
-            *lock(client) = Some(Arc::new(stream.into()));
+    /// Takes a client. `false` where one that is there can't be taken: the host has no descriptor
+    /// left, perhaps.
+    fn accept(&self) -> bool {
+        let Sink::Socket { socket, client } = &self.sink else { return false };
+        match socket.listener().accept() {
+            Ok((stream, _)) => {
+                *lock(client) = Some(Arc::new(stream.into()));
+                true
+            }
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         }
     }
 
@@ -264,13 +268,17 @@ fn deliver(endpoint: &Weak<Endpoint>, mut bytes: &[u8], stop: &OwnedFd) {
         let taken = bus.map_or(0, |bus| bus.serial_input(bytes));
         bytes = bytes.get(taken..).unwrap_or(&[]);
         if taken == 0 {
-            let mut fds = [PollFd::new(stop, PollFlags::IN)];
-            let wait = crate::clock::timespec(FULL_WAIT);
-            if poll(&mut fds, Some(&wait)).is_ok_and(|ready| ready > 0) {
+            if !pause(stop, FULL_WAIT) {
                 return;
             }
         }
     }
+}
+
+/// Waits; `false` if the thread is to end.
+fn pause(stop: &OwnedFd, time: Duration) -> bool {
+    let mut fds = [PollFd::new(stop, PollFlags::IN)];
+    !poll(&mut fds, Some(&crate::clock::timespec(time))).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]
@@ -278,6 +286,7 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
 
     fn scratch(name: &str) -> PathBuf {
         std::env::temp_dir().join(format!("martlet-endpoint-{}-{name}", std::process::id()))
