@@ -20,6 +20,10 @@ pub(crate) struct ReportJson {
     pub(crate) predicted_blackout_ms: Option<f64>,
     /// What `blackout_ms` may be off by, because two clocks were compared.
     pub(crate) clock_error_ms: f64,
+    /// The destination host's wall clock minus the source's; null if the destination did not say.
+    /// The guest's clocks do not follow it.
+    #[serde(default)]
+    pub(crate) wall_clock_difference_ms: Option<f64>,
     /// The blackout's parts, in us.
     pub(crate) phases: PhasesJson,
     /// Pre-copy rounds and the last one.
@@ -215,6 +219,10 @@ impl From<&Report> for ReportJson {
             blackout_ms: report.blackout.map(ms),
             predicted_blackout_ms: predicted.map(|p| ms(p.total())),
             clock_error_ms: ms(report.clock_error),
+            wall_clock_difference_ms: report.wall_clock_difference_ns.map(|ns| {
+                let size = ms(Duration::from_nanos(ns.unsigned_abs()));
+                if ns < 0 { -size } else { size }
+            }),
             phases: PhasesJson {
                 pause: us(report.phases.pause),
                 final_sync: us(report.phases.final_sync),
@@ -303,6 +311,7 @@ pub(crate) mod tests {
             total: Duration::from_micros(412_345),
             blackout: Some(us(463)),
             clock_error: Duration::ZERO,
+            wall_clock_difference_ns: Some(-590_000_000_000),
             predicted: Some(Prediction { pause: us(40), commit: us(300), ..Prediction::default() }),
             phases: Phases {
                 pause: us(38),

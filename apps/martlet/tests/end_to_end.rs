@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 #[test]
 fn a_guest_moves_and_goes_on() {
@@ -49,6 +49,39 @@ fn a_guest_moves_and_goes_on() {
         assert!(process.wait().success());
         assert!(!Path::new(control).exists(), "the socket is removed");
     }
+}
+
+/// In a time namespace a boot has another `CLOCK_MONOTONIC`, as another host has.
+#[test]
+fn clocks_of_two_time_namespaces_are_not_one() {
+    let namespace = ["--time", "--monotonic", "1000000"];
+    let probe = Command::new("unshare").args(namespace).arg("true").stderr(Stdio::null()).status();
+    if !probe.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: no time namespace can be made here");
+        return;
+    }
+    let folder = Folder::new();
+    let (here, there) = (folder.at("a"), folder.at("b"));
+    let listen = format!("unix:{}", folder.at("m"));
+    let _source = start_guest(&here);
+    let mut elsewhere = Command::new("unshare");
+    let arguments = ["receive", "--listen", &listen];
+    elsewhere.args(namespace).arg(env!("CARGO_BIN_EXE_martlet")).args(arguments);
+    elsewhere.env_remove("RUST_LOG").stdin(Stdio::null());
+    let _destination = start_command(&there, &arguments, &mut elsewhere, Stdio::piped());
+    await_filled(&here);
+    let report = json(&martlet(&["migrate", "--control", &here, &listen, "--json"]));
+    let number = |name: &str| report[name].as_f64().expect("a number");
+    assert!(number("clock_error_ms") > 0.0, "{report}");
+    let limit_ms = LIMIT.as_secs_f64() * 1000.0;
+    assert!(number("blackout_ms") > 0.0 && number("blackout_ms") < limit_ms, "{report}");
+    // Both have one wall clock; it was looked at twice, and the clocks were compared.
+    assert!(number("wall_clock_difference_ms").abs() < limit_ms, "{report}");
+    let arrived = await_status(&there, "running", |now| now["status"] == "running");
+    let before = checked(&arrived);
+    let later = await_status(&there, "checking", |now| checked(now) > before + 4096);
+    assert_eq!(later["guest"]["wrong-pages"], 0);
+    assert_eq!(later["guest"]["clock-steps-back"], 0);
 }
 
 #[test]

@@ -198,6 +198,10 @@ pub struct Report {
     pub blackout: Option<Duration>,
     /// What `blackout` may be off by because two hosts' clocks were compared; zero on one host.
     pub clock_error: Duration,
+    /// The destination host's wall clock minus the source's, in nanoseconds; as uncertain as
+    /// `clock_error` says. The guest's clocks do not follow it. `None` if the destination did not
+    /// say.
+    pub wall_clock_difference_ns: Option<i64>,
     /// What was predicted when the guest was stopped.
     pub predicted: Option<Prediction>,
     /// The blackout's parts.
@@ -235,6 +239,7 @@ impl Report {
             total: martlet_transport::monotonic_now().since(started),
             blackout: None,
             clock_error: Duration::ZERO,
+            wall_clock_difference_ns: None,
             predicted: None,
             phases: Phases::default(),
             timeline: Vec::new(),

@@ -83,6 +83,9 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
             equal(report.memory_equal, style),
         ),
     );
+    if let Some(apart) = report.wall_clock_difference_ms.filter(|ms| ms.abs() >= TOLD_APART_MS) {
+        row("clocks", &clocks_line(apart));
+    }
     if let Some(rdma) = &report.rdma {
         row("RDMA", &rdma_line(rdma, style));
     }
@@ -107,6 +110,15 @@ pub(crate) fn render(report: &ReportJson, style: Style, check: Option<&str>) -> 
         report.destination_cpu_s.map_or(String::new(), |s| format!(", destination {s:.2} s"));
     row("CPU", &format!("source {:.2} s{destination}", report.source_cpu_s));
     out
+}
+
+/// By how much two hosts' wall clocks differ before it is worth a line.
+const TOLD_APART_MS: f64 = 100.0;
+
+fn clocks_line(apart_ms: f64) -> String {
+    let which = if apart_ms < 0.0 { "behind" } else { "ahead of" };
+    let apart = millis(apart_ms.abs());
+    format!("the destination's wall clock is {apart} {which} the source's; the guest's goes on")
 }
 
 /// Which device wrote the memory, and why not all of it.

@@ -49,6 +49,14 @@ impl Remote {
         self.clock.from_peer(Instant(there_ns))
     }
 
+    /// The destination's wall clock minus this host's. Each is given by how much it is ahead of the
+    /// monotonic clock beside it.
+    pub(super) fn wall_clock_difference(&self, here_ns: i64) -> Option<i64> {
+        let there_ns = self.alive.as_ref()?.wall_clock_ns?;
+        let difference = i128::from(there_ns) + i128::from(self.clock.ns) - i128::from(here_ns);
+        i64::try_from(difference).ok()
+    }
+
     fn loading(&self) -> Option<(Instant, Instant)> {
         let alive = self.alive.as_ref()?;
         Some((self.here(alive.load_begin_ns?), self.here(alive.load_end_ns?)))
@@ -236,6 +244,17 @@ mod tests {
         let spans = timeline(&moments(), Some(Instant(990_000)), true, Some(&remote));
         assert_eq!((spans[0].start_us, spans[0].end_us), (-10, 0));
         assert_eq!(spans.last().map(|span| (span.start_us, span.end_us)), Some((210, 500)));
+    }
+
+    #[test]
+    fn wall_clocks_are_compared_over_the_clocks_beside_them() {
+        let later = 590 * 1_000_000_000;
+        // The destination booted 5 s after the source; its wall clock is 590 s ahead.
+        let mut remote = remote(-5_000_000_000, Duration::from_micros(20));
+        assert_eq!(remote.wall_clock_difference(100), None);
+        remote.alive.as_mut().unwrap().wall_clock_ns = Some(100 + 5_000_000_000 + later);
+        assert_eq!(remote.wall_clock_difference(100), Some(later));
+        assert_eq!(remote.wall_clock_difference(100 + 2 * later), Some(-later));
     }
 
     #[test]

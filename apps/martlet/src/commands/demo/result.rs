@@ -191,6 +191,7 @@ impl Chain {
             blackout_ms: self.median(|r| r.blackout_ms),
             predicted_blackout_ms: self.median(|r| r.predicted_blackout_ms),
             clock_error_ms: time(|r| r.clock_error_ms),
+            wall_clock_difference_ms: self.median(|r| r.wall_clock_difference_ms),
             phases: PhasesJson {
                 pause: time(|r| r.phases.pause),
                 final_sync: time(|r| r.phases.final_sync),

@@ -15,6 +15,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tracing::{info, warn};
 
+/// Wall clocks that NTP leads are closer than this.
+const WALL_CLOCK_TOLERANCE: Duration = Duration::from_millis(100);
+
 impl Driver<'_> {
     /// Frees what the attempt held and writes the report.
     pub(super) fn finish(&mut self) {
@@ -89,6 +92,7 @@ impl Driver<'_> {
             total,
             blackout,
             clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.clock.error),
+            wall_clock_difference_ns: remote.as_ref().and_then(wall_clock_difference),
             predicted: self.prediction.filter(|_| moments.is_some()),
             phases,
             timeline: moments.map_or_else(Vec::new, |moments| {
@@ -158,4 +162,15 @@ impl Driver<'_> {
         self.tracker = None;
         self.vmm.moved_away();
     }
+}
+
+/// How much later the destination's wall clock is than this host's. Logged if a guest would notice
+/// that asks its host for the time, as guests do at their boot and their resume from sleep.
+fn wall_clock_difference(remote: &Remote) -> Option<i64> {
+    let difference_ns = remote.wall_clock_difference(host::wall_clock_ns())?;
+    let difference = Duration::from_nanos(difference_ns.unsigned_abs());
+    if difference >= WALL_CLOCK_TOLERANCE {
+        warn!(difference_ns, "the hosts' wall clocks differ; the guest's goes on as it was");
+    }
+    Some(difference_ns)
 }
