@@ -13,6 +13,7 @@ use crate::accelerator::ZeroCheckArg;
 use crate::control::Verdict;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use martlet_engine::Then;
 use martlet_transport::{Address, Provider, RdmaOptions};
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
 use std::path::PathBuf;
@@ -21,6 +22,10 @@ use std::time::Duration;
 
 /// Longest downtime limit that is accepted. A longer one is a slip of the unit.
 pub(crate) const DOWNTIME_LIMIT_MAX: Duration = Duration::from_secs(3600);
+/// Longest time that a migration can be given. A longer one is a slip of the unit.
+const WITHIN_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Shortest one; QMP says it in ms.
+const WITHIN_MIN: Duration = Duration::from_millis(1);
 /// Lowest bandwidth limit that is accepted: a page takes a third of a second then. A lower one is
 /// a slip of the unit.
 pub(crate) const BANDWIDTH_MIN: BytesPerSec = BytesPerSec(12_500);
@@ -79,6 +84,7 @@ A failed attempt is reported on stderr and the next one is awaited.")]
 Examples:
   martlet migrate --control /run/vm.sock tcp:host2:4444
   martlet migrate --control /run/vm.sock tcp:host2:4444 --downtime-limit 5ms --bandwidth 10Gbit/s
+  martlet migrate --control /run/vm.sock tcp:host2:4444 --within 10m --then stop
   martlet migrate --control /run/vm.sock tcp:host2:4444 --json --svg switchover.svg
   martlet migrate --control /run/vm.sock tcp:host2:4444 --zero-check dsa:/dev/dsa/wq0.0
   martlet migrate --control /run/vm.sock rdma:host2:4444 --rdma-pin-all
@@ -281,8 +287,58 @@ pub(crate) struct MigrateArgs {
     /// Limit of the pre-copy rounds, e.g. 10Gbit/s or 500MiB/s. The blackout has none.
     #[arg(long, value_name = "RATE", value_parser = bandwidth)]
     pub(crate) bandwidth: Option<BytesPerSec>,
+    /// How long the guest may take until it is stopped for its switchover, up to 30 days, e.g. 10m.
+    #[arg(long, value_name = "TIME", value_parser = within)]
+    pub(crate) within: Option<Duration>,
+    /// What is done when that has passed. With throttle, no time is taken from the guest before.
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = ThenArg::Cancel, requires = "within")]
+    pub(crate) then: ThenArg,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+/// What is done about a migration that takes too long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ThenArg {
+    /// Cancel it: the guest goes on where it was.
+    #[default]
+    Cancel,
+    /// Take time from the guest until the rest fits the downtime limit.
+    Throttle,
+    /// Stop the guest for as long as the rest takes, whatever the downtime limit.
+    Stop,
+}
+
+impl ThenArg {
+    /// The word for it.
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            ThenArg::Cancel => "cancel",
+            ThenArg::Throttle => "throttle",
+            ThenArg::Stop => "stop",
+        }
+    }
+}
+
+impl From<ThenArg> for Then {
+    fn from(arg: ThenArg) -> Then {
+        match arg {
+            ThenArg::Cancel => Then::Cancel,
+            ThenArg::Throttle => Then::Throttle,
+            ThenArg::Stop => Then::Stop,
+        }
+    }
+}
+
+impl From<Then> for ThenArg {
+    fn from(then: Then) -> ThenArg {
+        match then {
+            Then::Cancel => ThenArg::Cancel,
+            Then::Throttle => ThenArg::Throttle,
+            Then::Stop => ThenArg::Stop,
+        }
+    }
 }
 
 /// What a migration and a demo share.
@@ -499,6 +555,23 @@ pub(crate) fn check_bandwidth(rate: BytesPerSec) -> Result<BytesPerSec, String> 
         ));
     }
     Ok(rate)
+}
+
+fn within(text: &str) -> Result<Duration, String> {
+    let limit = parse_duration(text).map_err(|e| e.to_string())?;
+    check_within(limit)?;
+    Ok(limit)
+}
+
+/// Refuses a time in which nothing can be done, and one above [`WITHIN_MAX`].
+pub(crate) fn check_within(limit: Duration) -> Result<(), String> {
+    if limit < WITHIN_MIN {
+        return Err("no guest moves within less than 1ms".to_owned());
+    }
+    if limit > WITHIN_MAX {
+        return Err("more than 30 days is refused".to_owned());
+    }
+    Ok(())
 }
 
 fn downtime_limit(text: &str) -> Result<Duration, String> {

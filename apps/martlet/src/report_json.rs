@@ -1,7 +1,9 @@
 //! The report of a migration as one JSON object: written by the source's control socket, read by
 //! `migrate` and `demo`, and printed by `--json`.
 
-use martlet_engine::{FrameCheck, GuestCheck, Network, Outcome, RdmaUse, Report, Side, Span};
+use martlet_engine::{
+    FrameCheck, GuestCheck, Network, Outcome, Outrun, RdmaUse, Report, Side, Span,
+};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -44,6 +46,9 @@ pub(crate) struct ReportJson {
     /// What became of the guest's network cards; null without any.
     #[serde(default)]
     pub(crate) network: Option<NetworkJson>,
+    /// How the guest was faster than its link, if it was in the last round; else null.
+    #[serde(default)]
+    pub(crate) outrun: Option<OutrunJson>,
     /// What the guest says of itself.
     pub(crate) guest: Option<GuestJson>,
     /// Whether both sides' memory was equal before the commit; null if it was not compared.
@@ -70,6 +75,21 @@ impl From<&RdmaUse> for RdmaJson {
             fell_back: rdma.fell_back.as_deref().map(crate::failure::one_line),
             pages_again: rdma.pages_again,
         }
+    }
+}
+
+/// A guest that dirties memory faster than its link carries it: nothing ends that by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct OutrunJson {
+    /// What the guest dirties.
+    pub(crate) dirties_bytes_per_s: u64,
+    /// What the link carries.
+    pub(crate) carries_bytes_per_s: u64,
+}
+
+impl From<&Outrun> for OutrunJson {
+    fn from(outrun: &Outrun) -> OutrunJson {
+        OutrunJson { dirties_bytes_per_s: outrun.dirties.0, carries_bytes_per_s: outrun.carries.0 }
     }
 }
 
@@ -243,6 +263,7 @@ impl From<&Report> for ReportJson {
             destination_cpu_s: report.destination_cpu.map(seconds),
             rdma: report.rdma.as_ref().map(RdmaJson::from),
             network: report.network.as_ref().map(NetworkJson::from),
+            outrun: None,
             guest: report.guest.map(GuestJson::from),
             memory_equal: report.memory_equal,
             timeline: report.timeline.iter().map(SpanJson::from).collect(),

@@ -1,6 +1,6 @@
 //! What `query-migrate` says, as a client reads it.
 
-use crate::report_json::ReportJson;
+use crate::report_json::{OutrunJson, ReportJson};
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,6 +19,8 @@ pub(crate) struct Snapshot {
     pub(crate) x_expected_downtime_ms: Option<f64>,
     /// The guest's time taken away, in per cent.
     pub(crate) cpu_throttle_percentage: u8,
+    /// How its guest is faster than its link, if it is.
+    pub(crate) x_outrun: Option<OutrunJson>,
     /// Why it failed.
     pub(crate) error_desc: Option<String>,
     /// The report, once it is over.

@@ -154,6 +154,29 @@ fn a_cancelled_or_failed_migration_harms_nobody() {
 }
 
 #[test]
+fn a_migration_that_takes_too_long_ends_as_its_owner_said() {
+    let folder = Folder::new();
+    let (here, there, mig) = (folder.at("a"), folder.at("b"), folder.at("m"));
+    let listen = format!("unix:{mig}");
+    let _source = start_guest(&here);
+    let _destination = start(&there, &["receive", "--listen", &listen]);
+    await_filled(&here);
+    // No blackout is as short as that, so nothing but the bound ends it.
+    let endless = ["migrate", "--control", &here, &listen, "--downtime-limit", "1us", "--json"];
+    let within = |then| {
+        let bound = ["--within", "1s", "--then", then];
+        martlet(&[&endless[..], &bound[..]].concat())
+    };
+    let cancelled = within("cancel");
+    assert_eq!(cancelled.status.code(), Some(3));
+    let report: Value = serde_json::from_slice(&cancelled.stdout).expect("one object");
+    let why = (&report["outcome"], &report["error"]);
+    assert_eq!(why, (&"cancelled".into(), &"the guest could not be moved within 1s".into()));
+    assert_eq!(status(&here)["status"], "running");
+    assert_eq!(json(&within("stop"))["outcome"], "completed");
+}
+
+#[test]
 fn signals_end_a_process_in_order() {
     let folder = Folder::new();
     for signal in ["-INT", "-TERM"] {

@@ -97,7 +97,7 @@ impl FromStr for BytesPerSec {
     }
 }
 
-/// A time: `300ms`, `200us`, `2s`, `1min`, `1h`. A bare number is refused, as its unit is a guess.
+/// A time: `300ms`, `200us`, `2s`, `10m` (or `10min`), `1h`. A bare number is refused, as its unit is a guess.
 pub fn parse_duration(text: &str) -> Result<Duration, ParseUnitError> {
     let parsed = split(text).and_then(|(number, unit)| {
         let nanos = match unit {
@@ -105,7 +105,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, ParseUnitError> {
             "us" => 1_000,
             "ms" => 1_000_000,
             "s" => 1_000_000_000,
-            "min" => 60_000_000_000,
+            "m" | "min" => 60_000_000_000,
             "h" => 3_600_000_000_000,
             _ => return None,
         };
@@ -144,6 +144,7 @@ mod tests {
     fn times_need_a_unit() {
         assert_eq!(parse_duration("300ms"), Ok(Duration::from_millis(300)));
         assert_eq!(parse_duration("0.5s"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_duration("10m"), parse_duration("600s"));
         assert!(parse_duration("300").is_err());
     }
 }

@@ -95,6 +95,14 @@ pub struct Outrun {
     pub carries: BytesPerSec,
 }
 
+impl Outrun {
+    /// Whether another round is no better than the last: the guest dirties 90 % or more of what
+    /// the link carries. A page that is dirtied twice counts once, so it can't be much above.
+    pub(crate) fn gains_nothing(&self) -> bool {
+        self.dirties.0.saturating_mul(10) >= self.carries.0.saturating_mul(9)
+    }
+}
+
 /// The parts of the blackout that the source waits for, one after the other. Their sum is the
 /// protocol's own measure of the blackout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Following a migration through its control socket.
 
-use crate::cli::{MigrateArgs, TuningArgs};
+use crate::cli::{MigrateArgs, ThenArg, TuningArgs};
 use crate::failure::Failure;
 use crate::qmp::client::Client;
 use crate::report_json::ReportJson;
@@ -29,12 +29,19 @@ pub(crate) struct Request<'a> {
     pub(crate) tuning: &'a TuningArgs,
     /// A limit for the rounds.
     pub(crate) bandwidth: Option<BytesPerSec>,
+    /// A bound on the time until the guest is stopped, and what is done then.
+    pub(crate) within: Option<(Duration, ThenArg)>,
 }
 
 impl<'a> Request<'a> {
     /// What `martlet migrate` asks for.
     pub(crate) fn of(args: &'a MigrateArgs) -> Request<'a> {
-        Request { to: &args.to, tuning: &args.tuning, bandwidth: args.bandwidth }
+        Request {
+            to: &args.to,
+            tuning: &args.tuning,
+            bandwidth: args.bandwidth,
+            within: args.within.map(|limit| (limit, args.then)),
+        }
     }
 }
 
@@ -50,10 +57,15 @@ pub(crate) fn migrate(
     // a migration that runs already keeps its own.
     let tuning = request.tuning;
     let limit = u64::try_from(tuning.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
+    let (within, then) = request.within.unwrap_or_default();
+    let within = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
     let pin_all = json!({ "capability": "rdma-pin-all", "state": tuning.rdma.rdma_pin_all });
+    // Who wants a guest slowed down only then wants it at full speed before.
+    let slows = json!({ "capability": "auto-converge", "state": then != ThenArg::Throttle });
     let parameters = json!({
         "multifd-channels": tuning.channels.unwrap_or(0),
         "x-downtime-limit-us": limit,
+        "x-within": { "limit-ms": within, "then": then.word() },
         "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
         "x-verify": tuning.verify,
         "x-zero-check": tuning.zero_check.to_string(),
@@ -66,7 +78,7 @@ pub(crate) fn migrate(
         &json!({
             "uri": request.to.to_string(),
             "x-parameters": parameters,
-            "x-capabilities": [pin_all],
+            "x-capabilities": [pin_all, slows],
         }),
     )?;
     let result = follow(client, progress, interrupts);

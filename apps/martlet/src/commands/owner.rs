@@ -147,8 +147,9 @@ fn settled(
     verdict: Option<Verdict>,
     answer: &Value,
 ) -> (String, Result<(), fn(String) -> Failure>) {
-    let reason = one_line(answer["error-desc"].as_str().unwrap_or("no reason given"));
     let status = answer["status"].as_str().unwrap_or("unknown");
+    let unsaid = if status == "cancelled" { "cancelled by its owner" } else { "no reason given" };
+    let reason = one_line(answer["error-desc"].as_str().unwrap_or(unsaid));
     match (verdict, status) {
         (None, "completed") => ("the guest moved: it is at the destination".to_owned(), Ok(())),
         (Some(_), "completed") => (
@@ -164,10 +165,6 @@ fn settled(
             Err(Failure::Undecided),
         ),
         (_, "x-given-up") => (reason, Err(Failure::Undecided)),
-        (_, "cancelled") => (
-            "the guest did not move, it is here as before: cancelled by its owner".to_owned(),
-            Err(Failure::Failed),
-        ),
         (_, _) => (
             format!("the guest did not move, it is here as before: {reason}"),
             Err(Failure::Failed),
@@ -201,7 +198,7 @@ mod tests {
         for (verdict, status, words, exit) in [
             (None, "completed", "the guest moved: it is at the destination", "0"),
             (None, "failed", &format!("{here}the link broke"), "1"),
-            (None, "cancelled", &format!("{here}cancelled by its owner"), "1"),
+            (None, "cancelled", &format!("{here}the link broke"), "1"),
             (None, "x-undecided", open, "4"),
             (None, "x-given-up", "the link broke", "4"),
             (run_here, "failed", "the guest runs here again: the link broke", "0"),

@@ -7,6 +7,7 @@ use crate::out;
 use crate::qmp::client::{Client, ClientError};
 use crate::snapshot::Snapshot;
 use crate::view::number::{grouped, millis, plural, size};
+use crate::view::progress::does_not_converge;
 use crate::view::{Style, summary};
 use martlet_units::ByteCount;
 use serde_json::{Value, json};
@@ -119,6 +120,9 @@ fn migration_line(migration: &Snapshot) -> String {
     } else {
         let _ = write!(line, ", {} sent", size(migration.sent()));
         let _ = write!(line, ", round {}", migration.ram.dirty_sync_count);
+    }
+    if let Some(outrun) = &migration.x_outrun {
+        let _ = write!(line, ", {}", does_not_converge(outrun));
     }
     if let Some(blackout) = migration.x_martlet.as_ref().and_then(|r| r.blackout_ms) {
         let _ = write!(line, ", blackout {}", millis(blackout));

@@ -3,11 +3,12 @@
 use super::events::status_word;
 use crate::accelerator::ZeroCheckArg;
 use crate::cli::{
-    CHANNELS_MAX, QUEUES_MAX, check_bandwidth, check_downtime_limit, check_rdma_chunk,
+    CHANNELS_MAX, QUEUES_MAX, ThenArg, check_bandwidth, check_downtime_limit, check_rdma_chunk,
+    check_within,
 };
 use crate::control::Verdict;
-use crate::report_json::{ReportJson, ms, round_to};
-use martlet_engine::{MigrateOptions, Progress, Report, Status};
+use crate::report_json::{OutrunJson, ReportJson, ms, round_to};
+use martlet_engine::{MigrateOptions, Progress, Report, Status, Within};
 use martlet_ram::ZeroFinders;
 use martlet_transport::{Address, ParseProviderError};
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
@@ -167,6 +168,8 @@ pub(crate) struct SetParameters {
     x_downtime_limit_us: Option<u64>,
     /// Bytes a second; 0 lifts the limit.
     max_bandwidth: Option<u64>,
+    /// How long the guest may take until it is stopped.
+    x_within: Option<WithinParameter>,
     /// Compare memory before the commit.
     x_verify: Option<bool>,
     /// Who finds zero pages; as `--zero-check`.
@@ -177,6 +180,27 @@ pub(crate) struct SetParameters {
     x_rdma_chunk_size: Option<u64>,
     /// Queue pairs.
     x_rdma_queues: Option<u64>,
+}
+
+/// A bound on the time until the guest is stopped for its switchover.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct WithinParameter {
+    /// 0 lifts it.
+    limit_ms: u64,
+    #[serde(default)]
+    then: ThenArg,
+}
+
+impl WithinParameter {
+    fn check(self) -> Result<Option<Within>, String> {
+        if self.limit_ms == 0 {
+            return Ok(None);
+        }
+        let limit = Duration::from_millis(self.limit_ms);
+        check_within(limit).map_err(|e| format!("x-within: {e}"))?;
+        Ok(Some(Within { limit, then: self.then.into() }))
+    }
 }
 
 impl SetParameters {
@@ -196,6 +220,7 @@ impl SetParameters {
             Some(rate) => Some(Some(check_bandwidth(BytesPerSec(rate))?)),
             None => None,
         };
+        let within = self.x_within.map(WithinParameter::check).transpose()?;
         let verify = self.x_verify;
         let zero_finders = self.x_zero_check.as_deref().map(open_zero_check).transpose()?;
         let provider = self.x_rdma_provider.as_deref().map(str::parse).transpose();
@@ -207,6 +232,7 @@ impl SetParameters {
             set(&mut options.channels, channels);
             set(&mut options.downtime_limit, downtime_limit);
             set(&mut options.bandwidth, bandwidth);
+            set(&mut options.within, within);
             set(&mut options.verify, verify);
             set(&mut options.zero_finders, zero_finders);
             set(&mut options.rdma.provider, provider);
@@ -245,6 +271,10 @@ pub(crate) fn parameters(options: &MigrateOptions) -> Value {
         "downtime-limit": whole_ms(options.downtime_limit),
         "x-downtime-limit-us": whole_us(options.downtime_limit),
         "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
+        "x-within": {
+            "limit-ms": options.within.map_or(0, |within| whole_ms(within.limit)),
+            "then": options.within.map_or(ThenArg::Cancel, |within| within.then.into()).word(),
+        },
         "x-verify": options.verify,
         "x-zero-check": options.zero_finders.name(),
         "x-rdma-provider": options.rdma.provider.to_string(),
@@ -395,6 +425,9 @@ pub(crate) fn migration_info(
         | Status::Undecided
         | Status::GivenUp => {}
     }
+    if let (Some(outrun), false) = (&progress.outrun, progress.status.is_final()) {
+        info.insert("x-outrun".to_owned(), json!(OutrunJson::from(outrun)));
+    }
     if progress.throttle_percent > 0 {
         info.insert("cpu-throttle-percentage".to_owned(), progress.throttle_percent.into());
     }
@@ -402,7 +435,9 @@ pub(crate) fn migration_info(
         info.insert("error-desc".to_owned(), crate::failure::one_line(error).into());
     }
     if let Some(report) = report {
-        let report = serde_json::to_value(ReportJson::from(report)).unwrap_or(Value::Null);
+        let outrun = progress.outrun.as_ref().map(OutrunJson::from);
+        let report = ReportJson { outrun, ..ReportJson::from(report) };
+        let report = serde_json::to_value(report).unwrap_or(Value::Null);
         info.insert("x-martlet".to_owned(), report);
     }
     Value::Object(info)
@@ -447,6 +482,7 @@ pub(crate) fn version() -> Value {
 mod tests {
     use super::*;
     use crate::fake::progress;
+    use martlet_engine::Outrun;
 
     fn address(json: Value) -> Result<String, String> {
         let arguments: MigrateArguments =
@@ -497,6 +533,9 @@ mod tests {
             json!({"multifd-channels": 1, "downtime-limit": 0}),
             json!({"multifd-channels": 129}),
             json!({"x-verify": true, "max-bandwidth": 1}),
+            json!({"x-within": {"limit-ms": 10, "then": "pray"}}),
+            json!({"x-within": {"then": "stop"}}),
+            json!({"x-within": {"limit-ms": u64::MAX}}),
             json!({"downtime-limit": 3_600_001}),
             json!({"downtime-limit": 5, "x-downtime-limit-us": 5000}),
             json!({"downtime-limit": -1}),
@@ -509,6 +548,10 @@ mod tests {
         }
         set(json!({"multifd-channels": 0, "max-bandwidth": 0}), &mut options).unwrap();
         assert_eq!((options.channels, options.bandwidth), (None, None));
+        set(json!({"x-within": {"limit-ms": 9000, "then": "stop"}}), &mut options).unwrap();
+        assert_eq!(parameters(&options)["x-within"], json!({"limit-ms": 9000, "then": "stop"}));
+        set(json!({"x-within": {"limit-ms": 0}}), &mut options).unwrap();
+        assert_eq!(options.within, None);
         set(json!({"x-downtime-limit-us": 500}), &mut options).unwrap();
         assert_eq!(options.downtime_limit, Duration::from_micros(500));
         assert_eq!(parameters(&options)["downtime-limit"], 1);
@@ -534,6 +577,20 @@ mod tests {
         let info =
             migration_info(&progress(Status::Active, 2), Some(Duration::from_micros(1500)), None);
         insta::assert_snapshot!(serde_json::to_string_pretty(&info).unwrap());
+    }
+
+    #[test]
+    fn a_migration_that_does_not_converge_says_so() {
+        let mut progress = progress(Status::Active, 4);
+        let outrun = Outrun { dirties: BytesPerSec(400), carries: BytesPerSec(100) };
+        progress.outrun = Some(outrun);
+        let expected = json!({"dirties_bytes_per_s": 400, "carries_bytes_per_s": 100});
+        assert_eq!(migration_info(&progress, None, None)["x-outrun"], expected);
+        progress.status = Status::Cancelled;
+        let report = crate::report_json::tests::sample();
+        let info = migration_info(&progress, None, Some(&report));
+        assert_eq!(info["x-martlet"]["outrun"], expected);
+        assert_eq!(info.get("x-outrun"), None);
     }
 
     #[test]

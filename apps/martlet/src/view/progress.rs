@@ -3,9 +3,10 @@
 
 use super::number::{bit_rate, grouped, millis, size};
 use crate::log::raw_line;
+use crate::report_json::OutrunJson;
 use crate::snapshot::Snapshot;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use martlet_units::ByteCount;
+use martlet_units::{ByteCount, BytesPerSec};
 use std::fmt::Write as _;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -112,7 +113,20 @@ fn line(snapshot: &Snapshot) -> String {
     if snapshot.cpu_throttle_percentage > 0 {
         let _ = write!(line, ", guest slowed by {} %", snapshot.cpu_throttle_percentage);
     }
+    if let Some(outrun) = &snapshot.x_outrun {
+        let _ = write!(line, ", {}", does_not_converge(outrun));
+    }
     line
+}
+
+/// What is wrong with a migration that can't end by itself, and what helps.
+pub(crate) fn does_not_converge(outrun: &OutrunJson) -> String {
+    format!(
+        "does not converge: the guest dirties {}, the link carries {}; try --within TIME --then \
+         throttle or stop, a longer --downtime-limit, or more bandwidth",
+        bit_rate(BytesPerSec(outrun.dirties_bytes_per_s)),
+        bit_rate(BytesPerSec(outrun.carries_bytes_per_s)),
+    )
 }
 
 /// Shows that something is being waited for, and how far it is.
@@ -196,6 +210,12 @@ mod tests {
         let expected = "400 MiB sent, 24.0 Gbit/s, round 3, 4 KiB dirty, 4 000 pages/s dirtied, \
                         blackout 0.610 ms predicted, guest slowed by 20 %";
         assert_eq!(line(&snapshot), expected);
+        let outrun =
+            OutrunJson { dirties_bytes_per_s: 500_000_000, carries_bytes_per_s: 125_000_000 };
+        let snapshot = Snapshot { x_outrun: Some(outrun), ..snapshot };
+        let expected = "does not converge: the guest dirties 4.00 Gbit/s, the link carries \
+                        1.00 Gbit/s; try --within TIME --then throttle or stop";
+        assert!(line(&snapshot).contains(expected), "{}", line(&snapshot));
         assert!(!snapshot.is_final());
     }
 }

@@ -1,6 +1,7 @@
 //! The result of a migration in words.
 
 use super::number::{bit_rate, grouped, millis, plural, size};
+use super::progress::does_not_converge;
 use super::timeline::Timeline;
 use super::{BOLD, GREEN, RED, Style};
 use crate::report_json::{FramesJson, NetworkJson, OutcomeJson, RdmaJson, ReportJson};
@@ -28,7 +29,12 @@ pub(crate) fn headline(report: &ReportJson, style: Style) -> String {
         }
         OutcomeJson::Failed => failed("failed", report, &total, style),
         OutcomeJson::Cancelled => {
-            format!("{} after {total}: the guest goes on here", style.paint(BOLD, "cancelled"))
+            let cancelled = style.paint(BOLD, "cancelled");
+            let reason = report.error.as_deref().map(crate::failure::one_line);
+            let why = reason.map_or_else(String::new, |reason| format!("{reason}; "));
+            let outrun = report.outrun.as_ref().map(does_not_converge);
+            let how = outrun.map_or_else(String::new, |outrun| format!("\nit {outrun}"));
+            format!("{cancelled} after {total}: {why}the guest goes on here{how}")
         }
         OutcomeJson::GivenUp => failed("given up", report, &total, style),
         OutcomeJson::Undecided => {

@@ -212,6 +212,7 @@ impl Chain {
             destination_cpu_s: self.median(|r| r.destination_cpu_s),
             rdma: self.rdma(),
             network: self.network(),
+            outrun: failed.and_then(|r| r.outrun),
             guest,
             memory_equal: self.memory_equal(),
             timeline: middle.map(|r| r.timeline.clone()).unwrap_or_default(),

@@ -80,6 +80,7 @@ impl Driver<'_> {
             dirties: BytesPerSec::measured(dirty.to_bytes(), since_sync),
             carries: self.measured.bandwidth,
         });
+        let outrun = outrun.filter(Outrun::gains_nothing);
         self.shared.update(|progress| {
             progress.outrun = outrun;
             progress.dirty_pages_per_s = per_second(dirty, since_sync);
