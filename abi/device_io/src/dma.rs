@@ -123,6 +123,9 @@ pub trait Dma: Send + Sync {
     fn pin(&self, memory: &HostMemory) -> Result<Pinned, DmaError>;
 }
 
+/// A host that loses memory of the process itself can't be helped.
+const OWN_MEMORY: &str = "a block is memory of this process, which the host has";
+
 /// Memory of a driver that its device may read and write at any time.
 pub struct DmaBlock {
     memory: NonNull<u8>,
@@ -174,24 +177,26 @@ impl DmaBlock {
         self.pointer(offset, bytes)
     }
 
-    /// Copies `from` into the block.
+    /// Copies `from` into the block; aligned words of up to 8 bytes are written whole.
     pub fn write(&self, offset: usize, from: &[u8]) {
         let to = self.pointer(offset, from.len());
-        // SAFETY: `pointer` has checked the bounds; `from` is another allocation.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
-    }
-
-    /// Copies out of the block. What the device writes meanwhile may be seen in part.
-    pub fn read(&self, offset: usize, into: &mut [u8]) {
-        let from = self.pointer(offset, into.len()).cast_const();
-        // SAFETY: as in `write`.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
-    }
-
-    /// Sets `bytes` bytes to `value`.
-    pub fn fill(&self, offset: usize, bytes: usize, value: u8) {
         // SAFETY: `pointer` has checked the bounds.
-        unsafe { std::ptr::write_bytes(self.pointer(offset, bytes), value, bytes) };
+        unsafe { martlet_raw_memory::write(to, from) }.expect(OWN_MEMORY);
+    }
+
+    /// Copies out of the block. What the device writes meanwhile may be seen in part, but no
+    /// aligned word of up to 8 bytes.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        let from = self.pointer(offset, into.len());
+        // SAFETY: as in `write`.
+        unsafe { martlet_raw_memory::read(from, into) }.expect(OWN_MEMORY);
+    }
+
+    /// Sets `bytes` bytes to zero.
+    pub fn clear(&self, offset: usize, bytes: usize) {
+        let to = self.pointer(offset, bytes);
+        // SAFETY: as in `write`.
+        unsafe { martlet_raw_memory::clear(to, bytes) }.expect(OWN_MEMORY);
     }
 
     fn byte(&self, offset: usize) -> &AtomicU8 {

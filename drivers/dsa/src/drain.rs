@@ -46,7 +46,7 @@ impl Drain {
             return false;
         }
         let code = Status::from_byte(self.block().load8(CompletionRecord::STATUS_OFFSET));
-        self.block().fill(0, COMPLETION_BYTES, 0);
+        self.block().clear(0, COMPLETION_BYTES);
         queue.entry_is_free();
         let drained = code == Status::SUCCESS;
         let pause = if drained { DRAIN_PAUSE } else { DRAIN_PAUSE_MAX };

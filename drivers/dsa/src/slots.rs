@@ -231,8 +231,8 @@ impl Slots {
 
     fn clear_records(&self, slot: usize) {
         let records = self.slots[slot].items.len();
-        self.block().fill(self.record_offset(slot, 0), records * COMPLETION_BYTES, 0);
-        self.block().fill(self.batch_record_offset(slot), COMPLETION_BYTES, 0);
+        self.block().clear(self.record_offset(slot, 0), records * COMPLETION_BYTES);
+        self.block().clear(self.batch_record_offset(slot), COMPLETION_BYTES);
     }
 
     /// Never gives the memory back: a device may still write to it.

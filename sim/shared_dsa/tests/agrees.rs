@@ -33,7 +33,7 @@ fn pages_per_second(deep: usize) -> f64 {
     }
     let record = |slot: usize| (PAGES + slot) * 32;
     let submit = |slot: usize| {
-        records.fill(record(slot), 32, 0);
+        records.clear(record(slot), 32);
         let batch = Descriptor::batch(list.at().0, 128, records.at().0 + record(slot) as u64);
         assert_eq!(portal.submit(&batch.to_bytes()), Submission::Accepted);
     };

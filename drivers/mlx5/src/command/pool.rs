@@ -133,7 +133,7 @@ impl MailboxPool {
     pub(crate) fn clear(&self, chain: &Chain) {
         for place in &chain.0 {
             let memory = &self.chunks[place.chunk].memory;
-            memory.fill(place.offset(), MAILBOX_CONTROL_OFFSET, 0);
+            memory.clear(place.offset(), MAILBOX_CONTROL_OFFSET);
         }
     }
 

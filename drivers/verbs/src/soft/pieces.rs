@@ -64,8 +64,9 @@ impl Pieces {
     /// Sends what the socket takes now. `head` goes before the pieces, from byte `head_sent`,
     /// which is moved on. `WouldBlock` if nothing is taken.
     ///
+    /// # Safety
     /// The pieces were resolved in the generation of `_held`.
-    pub(super) fn send(
+    pub(super) unsafe fn send(
         &mut self,
         socket: BorrowedFd<'_>,
         head: &[u8],
@@ -92,8 +93,9 @@ impl Pieces {
     /// how many bytes of `behind` are filled. `WouldBlock` if there is nothing, `UnexpectedEof` at
     /// the stream's end.
     ///
+    /// # Safety
     /// The pieces were resolved for writing in the generation of `_held`.
-    pub(super) fn receive(
+    pub(super) unsafe fn receive(
         &mut self,
         socket: BorrowedFd<'_>,
         behind: &mut [u8],
@@ -121,11 +123,12 @@ impl Pieces {
 
     /// Copies into the pieces; tells how many bytes of `from` they took.
     ///
-    /// The pieces were resolved for writing in the generation of `_held`.
-    ///
     /// # Errors
     /// If the host lost the memory. Some of it may be written.
-    pub(super) fn fill(&mut self, from: &[u8], _held: &Table) -> Result<usize, MemoryFault> {
+    ///
+    /// # Safety
+    /// The pieces were resolved for writing in the generation of `_held`.
+    pub(super) unsafe fn fill(&mut self, from: &[u8], _held: &Table) -> Result<usize, MemoryFault> {
         let mut rest = from;
         while let Some(piece) = self.list.get(self.next)
             && !rest.is_empty()

@@ -1,5 +1,8 @@
 //! What comes from the peer: its requests, which are placed into registered memory straight from
 //! the socket, and its answers to ours. All of it is foreign.
+#![allow(unsafe_code)]
+// UNSAFETY: fills registered memory, which is raw memory, and is the one to know that it still is
+// registered.
 
 use super::End;
 use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
@@ -298,7 +301,8 @@ impl Receiving {
         if self.start < self.end && !self.pieces.is_done() {
             let table = around.regions.read();
             self.check_targets(&table)?;
-            let taken = self.pieces.fill(&self.inbox[self.start..self.end], &table);
+            // SAFETY: what was resolved in an older generation has just been resolved again.
+            let taken = unsafe { self.pieces.fill(&self.inbox[self.start..self.end], &table) };
             let taken = taken.map_err(|_| End::Lost)?;
             self.start += taken;
             self.span_placed += taken as u64;
@@ -319,7 +323,9 @@ impl Receiving {
         } else {
             self.pieces.clear();
         }
-        match self.pieces.receive(around.socket, &mut self.inbox[self.end..], &table) {
+        let behind = &mut self.inbox[self.end..];
+        // SAFETY: there are no pieces, or they were resolved in this generation or just again.
+        match unsafe { self.pieces.receive(around.socket, behind, &table) } {
             Ok(received) => {
                 self.end += received.behind;
                 self.span_placed += received.placed as u64;

@@ -1,4 +1,7 @@
 //! What goes to the peer: our requests, and answers to its own.
+#![allow(unsafe_code)]
+// UNSAFETY: sends registered memory, which is raw memory, and is the one to know that it still is
+// registered.
 
 use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
 use super::pieces::Pieces;
@@ -309,7 +312,8 @@ impl Sending {
             self.check_sources(table)?;
             self.generation = table.generation();
         }
-        match self.pieces.send(socket, &self.head, &mut self.head_sent, table) {
+        // SAFETY: what was resolved in an older generation has just been resolved again.
+        match unsafe { self.pieces.send(socket, &self.head, &mut self.head_sent, table) } {
             Ok(()) => Ok(true),
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock => Ok(false),

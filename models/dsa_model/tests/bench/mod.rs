@@ -62,7 +62,7 @@ impl Bench {
     }
 
     pub(crate) fn forget_records(&self) {
-        self.records.fill(0, self.records.bytes(), 0);
+        self.records.clear(0, self.records.bytes());
     }
 
     pub(crate) fn submit(&self, descriptor: Descriptor) -> Submission {

@@ -138,8 +138,10 @@ impl View {
             let (now, later) = rest.split_at(length);
             match bus {
                 Some(bus) => {
-                    reach.bus.write(bus, now).map_err(|_| AccessError::Bus { at: bus.0 })?;
+                    // Noted whether or not all of it was written: what was is in memory.
+                    let written = reach.bus.write(bus, now);
                     self.note(reach, at, to_u64(length))?;
+                    written.map_err(|_| AccessError::Bus { at: bus.0 })?;
                 }
                 None => self.null_accesses += 1,
             }

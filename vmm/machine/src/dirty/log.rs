@@ -54,12 +54,9 @@ impl KvmLog {
 impl DirtySource for KvmLog {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
         for (index, region) in (0..).map(RegionIndex).zip(&mut self.regions) {
-            self.core.get_dirty_log(region.slot, region.pages, &mut region.read).map_err(
-                |source| TrackError {
-                    operation: format!("KVM_GET_DIRTY_LOG of region {}", index.0),
-                    source,
-                },
-            )?;
+            self.core.get_dirty_log(region.slot, &mut region.read).map_err(|source| {
+                TrackError { operation: format!("KVM_GET_DIRTY_LOG of region {}", index.0), source }
+            })?;
             let bitmap = into.region(index);
             for (stride, words) in region.read.chunks(STRIDE).enumerate() {
                 if words.iter().fold(0, |any, word| any | word) == 0 {

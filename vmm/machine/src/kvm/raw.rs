@@ -45,9 +45,16 @@ fn check(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Makes a region of guest memory a slot of a VM, or changes its flags. The slot's memory must
-/// outlive the VM: whoever calls this holds the region's `GuestRam` as long as the `VmFd`.
-pub(crate) fn set_slot(vm: &VmFd, slot: u32, flags: u32, region: &RamRegion) -> io::Result<()> {
+/// Makes a region of guest memory a slot of a VM, or changes its flags.
+///
+/// # Safety
+/// The region outlives the last run of a vCPU of the VM: its guest reaches whatever is mapped there.
+pub(crate) unsafe fn set_slot(
+    vm: &VmFd,
+    slot: u32,
+    flags: u32,
+    region: &RamRegion,
+) -> io::Result<()> {
     let memory = kvm_userspace_memory_region {
         slot,
         flags,
@@ -55,18 +62,27 @@ pub(crate) fn set_slot(vm: &VmFd, slot: u32, flags: u32, region: &RamRegion) -> 
         memory_size: region.len_bytes(),
         userspace_addr: region.host_ptr(0).expose_provenance() as u64,
     };
-    // SAFETY: the structure is complete; the memory behind it is a live mapping, see above.
+    // SAFETY: the structure is complete; the memory behind it is a live mapping, by the caller's
+    // promise for as long as it matters.
     check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
 }
 
 /// Reads a slot's whole dirty log: bit `b` of word `w` is page `64 * w + b`. `words` must have one
 /// bit for each page, rounded up to 64.
-pub(crate) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64]) -> io::Result<()> {
+///
+/// # Safety
+/// The slot has `pages` pages: the kernel writes a bit for each, and knows nothing of `words`.
+pub(crate) unsafe fn get_dirty_log(
+    vm: &VmFd,
+    slot: u32,
+    pages: u64,
+    words: &mut [u64],
+) -> io::Result<()> {
     assert!(words.len() as u64 >= pages.div_ceil(64), "the log has a bit for each page");
     let mut log = kvm_dirty_log { slot, ..Default::default() };
     log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
     // SAFETY: the kernel writes one bit a page, rounded up to a long (virt/kvm/kvm_main.c,
-    // kvm_dirty_bitmap_bytes), which is inside of `words` as asserted.
+    // kvm_dirty_bitmap_bytes), which is inside of `words` as asserted and promised.
     check(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) })
 }
 

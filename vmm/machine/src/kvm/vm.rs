@@ -40,14 +40,20 @@ impl KvmCore {
     }
 
     /// Changes the flags of all slots of guest memory.
+    #[expect(unsafe_code, reason = "the slots point to the memory, which is kept")]
     pub(crate) fn set_slot_flags(&self, flags: u32) -> io::Result<()> {
-        (0..)
-            .zip(self.ram.regions())
-            .try_for_each(|(slot, region)| raw::set_slot(&self.fd, slot, flags, region))
+        (0..).zip(self.ram.regions()).try_for_each(|(slot, region)| {
+            // SAFETY: each vCPU holds the memory, too.
+            unsafe { raw::set_slot(&self.fd, slot, flags, region) }
+        })
     }
 
-    pub(crate) fn get_dirty_log(&self, slot: u32, pages: u64, words: &mut [u64]) -> io::Result<()> {
-        raw::get_dirty_log(&self.fd, slot, pages, words)
+    /// Reads the dirty log of the region with this number, a bit for each of its pages.
+    #[expect(unsafe_code, reason = "the slot's length is the region's")]
+    pub(crate) fn get_dirty_log(&self, slot: u32, words: &mut [u64]) -> io::Result<()> {
+        let region = self.ram.regions().get(slot as usize).ok_or(io::ErrorKind::NotFound)?;
+        // SAFETY: the slot was made of this region.
+        unsafe { raw::get_dirty_log(&self.fd, slot, region.pages(), words) }
     }
 
     pub(crate) fn clear_dirty_log(

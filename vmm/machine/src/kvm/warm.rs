@@ -84,6 +84,7 @@ pub(super) struct WarmVcpu {
 
 impl WarmUp {
     /// Maps it above `ram`.
+    #[expect(unsafe_code, reason = "the slot points to the memory, which is kept")]
     pub(super) fn begin(vm: &VmFd, ram: &GuestRam, vcpus: u16) -> Result<WarmUp, BackendError> {
         let above = ram.regions().last().map_or(0, |region| region.range().end().0);
         let pages = SHARED_PAGES + u64::from(vcpus) * VCPU_PAGES;
@@ -94,7 +95,8 @@ impl WarmUp {
             .map_err(BackendError::host("make memory to warm up"))?;
         let warm_up = WarmUp { memory: GuestMemory::new(Arc::new(own)), base: above * PAGE_SIZE };
         warm_up.prepare();
-        raw::set_slot(vm, SLOT, 0, &warm_up.memory.ram().regions()[0])
+        // SAFETY: the machine has the memory until its vCPUs' threads have ended.
+        unsafe { raw::set_slot(vm, SLOT, 0, &warm_up.memory.ram().regions()[0]) }
             .map_err(BackendError::host("map memory to warm up"))?;
         Ok(warm_up)
     }
