@@ -313,6 +313,10 @@ impl Attempt {
     fn start(&mut self, permit: RunPermit, running: bool) {
         let vmm = self.vmm.as_ref().expect("a start follows a successful build");
         let state = if running { RunState::Running } else { RunState::Paused };
+        // Whatever a peer still sends, it must not land in the memory of a guest that runs.
+        if let Some(intake) = &self.intake {
+            intake.close();
+        }
         // Before the call: once the vCPUs run, this thread may have to wait for a core.
         let now = monotonic_now();
         vmm.start(permit, state);

@@ -68,6 +68,14 @@ impl Intake {
         }
     }
 
+    /// Ends all that could still write guest memory. When this returns nothing does any more.
+    pub(super) fn close(&self) {
+        match self {
+            Intake::Pages(intake) => intake.close(),
+            Intake::Rdma(intake) => intake.close(),
+        }
+    }
+
     /// Bytes received on all channels.
     pub(super) fn bytes(&self) -> u64 {
         match self {

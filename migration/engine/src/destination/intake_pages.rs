@@ -107,6 +107,11 @@ impl PageIntake {
         seen
     }
 
+    /// Reads nothing more, whoever would: returns when nobody does.
+    pub(super) fn close(&self) {
+        self.channels.iter().for_each(|channel| lock(&channel.receiver).finish());
+    }
+
     /// Bytes received on all channels.
     pub(super) fn bytes(&self) -> u64 {
         self.common.bytes.load(Ordering::Relaxed)
@@ -142,8 +147,10 @@ fn run(channel: &Channel, common: &Common) {
         // Taking the receiver before letting go of the flag: `take_over` then waits for us.
         let mut receiver = lock(&channel.receiver);
         drop(taken_over);
-        let result = drain(channel, &mut receiver, common);
-        finish_on_error(channel, &mut receiver, common, result);
+        if !receiver.is_finished() {
+            let result = drain(channel, &mut receiver, common);
+            finish_on_error(channel, &mut receiver, common, result);
+        }
         if receiver.is_finished() {
             return;
         }
@@ -196,3 +203,7 @@ fn finish_on_error(
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+#[path = "intake_tests.rs"]
+mod tests;

@@ -81,6 +81,10 @@ impl RdmaIntake {
         if step(&self.common, &mut receiver) { Look::Busy } else { Look::Idle }
     }
 
+    pub(super) fn close(&self) {
+        lock(&self.common.receiver).close();
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.common.bytes.load(Ordering::Relaxed)
     }

@@ -137,6 +137,11 @@ impl RdmaReceiver {
         matches!(self.mode, Mode::Over)
     }
 
+    /// Takes nothing more: when this returns, no request of the peer can write guest memory.
+    pub fn close(&mut self) {
+        self.mode = Mode::Over;
+    }
+
     /// Does what can be done now; whether there was anything.
     ///
     /// # Errors
