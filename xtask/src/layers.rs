@@ -12,8 +12,9 @@ const ZONES: [&str; 9] =
 /// Zones whose crates must not know each other: a driver or a model stands alone.
 const SIBLINGS_APART: [&str; 2] = ["drivers", "models"];
 
-/// Crates that stand under their siblings: what all models of a zone are made with.
-const GROUND: [&str; 2] = ["martlet-fault-plan", "martlet-soft-bus"];
+/// Crates that stand under their siblings: what all models are made with, and the interface that
+/// providers of verbs have in common.
+const GROUND: [&str; 3] = ["martlet-fault-plan", "martlet-soft-bus", "martlet-verbs"];
 
 /// A zone and one below it that it must not name all the same, but in dev-dependencies. Drivers
 /// never know models, and models never know drivers: only the binary interface joins them.
@@ -22,7 +23,8 @@ const SIDEWAYS_FORBIDDEN: [(&str, &str); 1] = [("drivers", "models")];
 /// Crates outside the order: they build and check the others.
 const OUTSIDE: [&str; 1] = ["xtask"];
 
-/// Reads `cargo metadata` and fails on the first arrow that goes up.
+/// Reads `cargo metadata` and the sources of what does no I/O: fails on an arrow that goes up, and on
+/// a thread, a socket or a clock where there must be none.
 pub(crate) fn check() -> Result<(), String> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--no-deps"])
@@ -31,7 +33,9 @@ pub(crate) fn check() -> Result<(), String> {
         .map_err(|error| format!("cargo metadata does not start: {error}"))?;
     let metadata: Value = serde_json::from_slice(&output.stdout)
         .map_err(|error| format!("cargo metadata printed no JSON: {error}"))?;
-    let wrong = wrong_arrows(&metadata)?;
+    let mut wrong = wrong_arrows(&metadata)?;
+    let names = crate::tracked()?;
+    wrong.extend(crate::sans_io::check(&crate::root(), names.split('\0')));
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n       ")) }
 }
 

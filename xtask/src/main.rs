@@ -3,6 +3,7 @@
 mod layers;
 mod metal;
 mod peers;
+mod sans_io;
 mod tidy;
 
 use std::path::PathBuf;
@@ -13,7 +14,7 @@ const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | p
   check    everything below, in order
   fmt      rustfmt, without changing a file
   clippy   all targets, warnings are errors
-  layers   no crate depends on a zone above its own
+  layers   no crate depends on a zone above its own, and what must not do I/O does none
   tidy     house rules that no other tool knows
 
   peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help
@@ -71,6 +72,16 @@ fn cargo(arguments: &[&str]) -> Result<(), String> {
         .status()
         .map_err(|error| format!("cargo does not start: {error}"))?;
     if status.success() { Ok(()) } else { Err(format!("cargo {} failed", arguments[0])) }
+}
+
+/// The names of all files that git tracks, each with a zero byte behind it.
+fn tracked() -> Result<String, String> {
+    let listed = Command::new("git")
+        .args(["ls-files", "-z"])
+        .current_dir(root())
+        .output()
+        .map_err(|error| format!("git does not start: {error}"))?;
+    Ok(String::from_utf8_lossy(&listed.stdout).into_owned())
 }
 
 /// The workspace's root: this crate lies one folder below it.

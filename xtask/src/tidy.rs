@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// A file longer than this has more than one subject.
 const FILE_LINES_MAX: usize = 800;
@@ -16,12 +15,7 @@ const OPERATOR: &str = "apps/martlet/src/control/outgoing.rs";
 
 /// Checks every file that git tracks.
 pub(crate) fn check(root: &Path) -> Result<(), String> {
-    let listed = Command::new("git")
-        .args(["ls-files", "-z"])
-        .current_dir(root)
-        .output()
-        .map_err(|error| format!("git does not start: {error}"))?;
-    let names = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let names = crate::tracked()?;
     let mut wrong = Vec::new();
     for name in names.split('\0').filter(|name| name.ends_with(".rs")) {
         let path: PathBuf = root.join(name);

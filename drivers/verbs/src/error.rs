@@ -114,7 +114,8 @@ pub enum VerbsError {
 }
 
 impl VerbsError {
-    pub(crate) fn host(action: &'static str) -> impl FnOnce(io::Error) -> VerbsError {
+    /// What to do with what the kernel said to `action`. For providers.
+    pub fn host(action: &'static str) -> impl FnOnce(io::Error) -> VerbsError {
         move |source| VerbsError::Host { action, source }
     }
 }

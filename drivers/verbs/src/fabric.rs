@@ -247,19 +247,19 @@ pub trait ConnectRequest: Send + 'static {
     fn reject(self, data: &[u8]) -> Result<(), VerbsError>;
 }
 
-/// Fails if private data is too long for its message.
-pub(crate) fn check_private_data(data: &[u8], limit: usize) -> Result<(), VerbsError> {
+/// Fails if private data is longer than `limit`, the most in its message. For providers.
+pub fn check_private_data(data: &[u8], limit: usize) -> Result<(), VerbsError> {
     check_limit("the private data's length", data.len() as u64, limit as u64)
 }
 
 /// Fails if `asked` is above `limit`.
-pub(crate) fn check_limit(what: &'static str, asked: u64, limit: u64) -> Result<(), VerbsError> {
+fn check_limit(what: &'static str, asked: u64, limit: u64) -> Result<(), VerbsError> {
     if asked <= limit { Ok(()) } else { Err(VerbsError::Limit { what, asked, limit }) }
 }
 
 impl Limits {
-    /// Fails if a queue pair like this can't be made.
-    pub(crate) fn check(&self, setup: &Setup) -> Result<(), VerbsError> {
+    /// Fails if a queue pair like this can't be made. For providers.
+    pub fn check(&self, setup: &Setup) -> Result<(), VerbsError> {
         let slots = u64::from(self.queue_slots_max);
         check_limit("send_slots", u64::from(setup.send_slots), slots)?;
         check_limit("receive_slots", u64::from(setup.receive_slots), slots)?;

@@ -7,7 +7,7 @@
 //! | provider | needs | is |
 //! |---|---|---|
 //! | [`ibv::Ibv`] | an RDMA device, libibverbs and librdmacm, opened at run time | the kernel's verbs |
-//! | [`soft::Soft`] | a TCP or Unix socket | a thread that does what a device would |
+//! | `martlet-verbs-soft` | a TCP or Unix socket | a thread that does what a device would |
 //!
 //! # How to use it
 //!
@@ -31,7 +31,6 @@ pub mod conformance;
 mod error;
 mod fabric;
 pub mod ibv;
-pub mod soft;
 mod window;
 mod work;
 
@@ -39,6 +38,7 @@ pub use error::{Failure, FirstCause, PostError, PostFault, VerbsError};
 pub use fabric::{
     ACCEPT_DATA_BYTES_MAX, CONNECT_DATA_BYTES_MAX, ConnectRequest, Endpoint, Fabric, Limits, Link,
     Listener, MESSAGE_BYTES_MAX, QueuePair, REJECT_DATA_BYTES_MAX, Region, Setup,
+    check_private_data,
 };
 pub use window::{Flush, SendWindow};
 pub use work::{

@@ -8,8 +8,8 @@ use martlet_device_io::HostMemory;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use std::sync::Arc;
 
-/// A mapping of its own.
-pub(crate) struct Arena {
+/// A mapping of its own, to register and to look at.
+pub struct Arena {
     mapping: Arc<Mapping>,
 }
 
@@ -26,8 +26,8 @@ impl Drop for Mapping {
 }
 
 impl Arena {
-    /// Zeroed, whole pages.
-    pub(crate) fn new(bytes: usize) -> Result<Arena, VerbsError> {
+    /// A new one: zeroed, whole pages.
+    pub fn new(bytes: usize) -> Result<Arena, VerbsError> {
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing else.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }
@@ -35,23 +35,29 @@ impl Arena {
         Ok(Arena { mapping: Arc::new(Mapping { address: at.expose_provenance(), bytes }) })
     }
 
-    pub(crate) fn address(&self) -> u64 {
+    /// Where it is.
+    pub fn address(&self) -> u64 {
         self.mapping.address as u64
     }
 
-    pub(crate) fn bytes(&self) -> usize {
+    /// How long it is.
+    pub fn bytes(&self) -> usize {
         self.mapping.bytes
     }
 
     /// All of it, or a part, to be registered.
-    pub(crate) fn memory(&self, offset: usize, bytes: usize) -> HostMemory {
+    pub fn memory(&self, offset: usize, bytes: usize) -> HostMemory {
         let at = self.pointer(offset, bytes).expose_provenance() as u64;
         let owner = Arc::clone(&self.mapping);
         // SAFETY: `pointer` has checked the bounds; the owner keeps it mapped.
         unsafe { HostMemory::new(at, bytes as u64, owner) }
     }
 
-    pub(crate) fn fill(&self, offset: usize, bytes: usize, value: u8) {
+    /// Writes one value to all these bytes.
+    ///
+    /// # Panics
+    /// As everything here, if they leave the arena.
+    pub fn fill(&self, offset: usize, bytes: usize, value: u8) {
         let at = self.pointer(offset, bytes);
         for index in 0..bytes {
             // SAFETY: in bounds; volatile, because a device may look at it.
@@ -59,14 +65,15 @@ impl Arena {
         }
     }
 
-    pub(crate) fn read(&self, offset: usize, bytes: usize) -> Vec<u8> {
+    /// Reads these bytes.
+    pub fn read(&self, offset: usize, bytes: usize) -> Vec<u8> {
         let at = self.pointer(offset, bytes);
         // SAFETY: in bounds; volatile, because a device may write it.
         (0..bytes).map(|index| unsafe { at.wrapping_add(index).read_volatile() }).collect()
     }
 
     /// Whether all these bytes have this value.
-    pub(crate) fn is_all(&self, offset: usize, bytes: usize, value: u8) -> bool {
+    pub fn is_all(&self, offset: usize, bytes: usize, value: u8) -> bool {
         let at = self.pointer(offset, bytes);
         // SAFETY: as in `read`.
         (0..bytes).all(|index| unsafe { at.wrapping_add(index).read_volatile() } == value)

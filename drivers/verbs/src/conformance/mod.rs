@@ -4,7 +4,7 @@
 //! A case uses the interface only, and waits by [`QueuePair::wait`](crate::QueuePair::wait), never
 //! by a clock.
 
-pub(crate) mod arena;
+mod arena;
 mod bed;
 mod connection;
 mod hazards;
@@ -13,6 +13,7 @@ mod placement;
 mod rate;
 mod refusal;
 
+pub use arena::Arena;
 pub use rate::in_flight;
 
 use crate::error::{PostError, VerbsError};

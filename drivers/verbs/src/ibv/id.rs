@@ -8,7 +8,7 @@ use super::layout::{
 };
 use super::library::{Library, string};
 use crate::error::VerbsError;
-use crate::soft::timespec;
+use crate::ibv::timespec;
 use rustix::event::{PollFd, PollFlags};
 use std::ffi::{c_int, c_uint, c_void};
 use std::net::SocketAddr;

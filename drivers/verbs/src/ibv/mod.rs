@@ -212,3 +212,11 @@ mod tests {
         }
     }
 }
+
+/// As a system call takes it; saturates.
+fn timespec(limit: Duration) -> rustix::event::Timespec {
+    rustix::event::Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    }
+}

@@ -11,7 +11,7 @@ use super::layout::{
 };
 use crate::error::{PostError, PostFault, VerbsError};
 use crate::fabric::{Link, MESSAGE_BYTES_MAX, QueuePair, Setup};
-use crate::soft::timespec;
+use crate::ibv::timespec;
 use crate::work::{
     Completion, Lkey, Operation, QueueNumber, RemoteAddress, Rkey, Signal, Status, WorkId,
     WorkRequest,

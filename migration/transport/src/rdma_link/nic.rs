@@ -8,11 +8,11 @@ use martlet_device_io::HostMemory;
 use martlet_ram::{GuestRam, RegionIndex};
 use martlet_units::PAGE_SIZE;
 use martlet_verbs::ibv::{Ibv, Select};
-use martlet_verbs::soft::Soft;
 use martlet_verbs::{
     Access, Completion, ConnectRequest, Endpoint, Fabric, Link, Listener, Lkey, Operation,
     QueuePair, RemoteAddress, Rkey, Setup, Sge, Signal, WorkId, WorkRequest,
 };
+use martlet_verbs_soft::Soft;
 use martlet_wire::rdma::{QueueHello, WireProvider};
 use std::io;
 use std::net::SocketAddr;

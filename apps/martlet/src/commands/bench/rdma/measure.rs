@@ -6,11 +6,11 @@ use martlet_ram::{GuestRam, RegionIndex};
 use martlet_transport::Provider;
 use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
 use martlet_verbs::ibv::{Ibv, Select};
-use martlet_verbs::soft::Soft;
 use martlet_verbs::{
     Access, Completion, ConnectRequest, Endpoint, Fabric, Flush, Link, Listener, Operation,
     QueuePair, Region, RemoteAddress, Rkey, SendWindow, Setup, Sge, Status, WorkRequest,
 };
+use martlet_verbs_soft::Soft;
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, Command, Stdio};

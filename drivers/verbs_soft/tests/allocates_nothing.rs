@@ -5,11 +5,11 @@
 
 use martlet_device_io::HostMemory;
 use martlet_verbs::conformance::{Connected, Loopback, Site};
-use martlet_verbs::soft::{Soft, SoftPair};
 use martlet_verbs::{
     Access, Completion, Endpoint, Fabric, Flush, Operation, QueuePair, Region, SendWindow, Setup,
     Sge, Status, WorkId, WorkRequest,
 };
+use martlet_verbs_soft::{Soft, SoftPair};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,7 +3,7 @@
 
 use martlet_verbs::Endpoint;
 use martlet_verbs::conformance::{Loopback, Profile, run};
-use martlet_verbs::soft::Soft;
+use martlet_verbs_soft::Soft;
 
 fn conforms(at: Endpoint) {
     let site = Loopback { source: Soft::new(), target: Soft::new(), at };

@@ -11,7 +11,7 @@
 //!
 //! All little endian. Requests are numbered from 0 in the order of posting.
 
-use crate::work::Status;
+use martlet_verbs::Status;
 
 /// Bytes of a header.
 pub(super) const HEADER_BYTES: usize = 16;
@@ -161,7 +161,7 @@ impl Record {
             _ => return Err("unknown kind of request"),
         };
         let bytes = u32::from_le_bytes([b0, b1, b2, b3]);
-        if bytes > crate::fabric::MESSAGE_BYTES_MAX {
+        if bytes > martlet_verbs::MESSAGE_BYTES_MAX {
             return Err("a request has too many bytes");
         }
         let key = u32::from_le_bytes([k0, k1, k2, k3]);

@@ -1,8 +1,8 @@
 //! What a queue pair's owner and its progress thread share: what is posted, what is done.
 
-use crate::error::{PostError, PostFault, VerbsError};
-use crate::fabric::{Link, MESSAGE_BYTES_MAX, Setup};
-use crate::work::{Completion, Operation, Sge, Side, Signal, Status, WorkId, WorkRequest};
+use martlet_verbs::{Completion, Operation, Sge, Side, Signal, Status, WorkId, WorkRequest};
+use martlet_verbs::{Link, MESSAGE_BYTES_MAX, Setup};
+use martlet_verbs::{PostError, PostFault, VerbsError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

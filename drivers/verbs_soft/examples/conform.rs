@@ -12,8 +12,8 @@
 
 use martlet_verbs::conformance::{LateRead, Loopback, Profile, Violation, in_flight, run};
 use martlet_verbs::ibv::{Ibv, Select};
-use martlet_verbs::soft::Soft;
 use martlet_verbs::{Endpoint, Fabric};
+use martlet_verbs_soft::Soft;
 use std::process::ExitCode;
 
 #[path = "conform/rxe.rs"]

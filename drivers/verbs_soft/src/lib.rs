@@ -23,16 +23,15 @@ mod sending;
 mod tests;
 
 pub use handshake::{SoftListener, SoftRequest};
-pub(crate) use queues::timespec;
 pub use regions::SoftRegion;
 
-use crate::error::{PostError, VerbsError};
-use crate::fabric::{
-    CONNECT_DATA_BYTES_MAX, Endpoint, Fabric, Limits, Link, QueuePair, Setup, check_private_data,
-};
-use crate::work::{Access, Completion, QueueNumber, Status, WorkId, WorkRequest};
 use engine::Engine;
 use martlet_device_io::HostMemory;
+use martlet_verbs::{Access, Completion, QueueNumber, Status, WorkId, WorkRequest};
+use martlet_verbs::{
+    CONNECT_DATA_BYTES_MAX, Endpoint, Fabric, Limits, Link, QueuePair, Setup, check_private_data,
+};
+use martlet_verbs::{PostError, VerbsError};
 use queues::Shared;
 use regions::Regions;
 use std::os::fd::OwnedFd;

@@ -1,13 +1,13 @@
 //! What the suite can't ask of every provider: peers that lie, and strict limits.
 
-use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, Record, Verb};
-use super::{Soft, SoftPair, SoftRegion};
-use crate::conformance::arena::Arena;
-use crate::fabric::{ConnectRequest, Endpoint, Fabric, Link, Listener, QueuePair, Region, Setup};
-use crate::work::{
+use crate::frame::{HEADER_BYTES, Header, RECORD_BYTES, Record, Verb};
+use crate::{Soft, SoftPair, SoftRegion};
+use martlet_verbs::conformance::Arena;
+use martlet_verbs::{
     Access, Completion, Operation, RemoteAddress, Rkey, Sge, Signal, Status, WorkId, WorkRequest,
 };
-use crate::{PostFault, VerbsError};
+use martlet_verbs::{ConnectRequest, Endpoint, Fabric, Link, Listener, QueuePair, Region, Setup};
+use martlet_verbs::{PostFault, VerbsError};
 use proptest::prelude::*;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -1,10 +1,10 @@
 //! How a soft connection begins: a hello with private data, and an answer.
 
-use super::queues::timespec;
-use super::regions::Regions;
 use super::{LIMITS, SoftPair};
-use crate::error::VerbsError;
-use crate::fabric::{
+use crate::queues::timespec;
+use crate::regions::Regions;
+use martlet_verbs::VerbsError;
+use martlet_verbs::{
     ACCEPT_DATA_BYTES_MAX, CONNECT_DATA_BYTES_MAX, ConnectRequest, Endpoint, Listener,
     REJECT_DATA_BYTES_MAX, Setup, check_private_data,
 };

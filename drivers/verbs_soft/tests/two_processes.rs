@@ -5,11 +5,11 @@
 // UNSAFETY: names a buffer of the test as memory that another process writes.
 
 use martlet_device_io::HostMemory;
-use martlet_verbs::soft::{Soft, SoftPair};
 use martlet_verbs::{
     Access, Completion, ConnectRequest, Endpoint, Fabric, Flush, Link, Listener, Operation,
     QueuePair, Region, RemoteAddress, Rkey, SendWindow, Setup, Sge, Status, WorkRequest,
 };
+use martlet_verbs_soft::{Soft, SoftPair};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;

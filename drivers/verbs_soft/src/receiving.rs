@@ -5,12 +5,12 @@
 // registered.
 
 use super::End;
-use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
-use super::pieces::Pieces;
-use super::queues::{Shared, Unbelievable};
-use super::regions::{Regions, Table};
-use super::sending::{Answer, Sending};
-use crate::work::{Access, Lkey, Status};
+use crate::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
+use crate::pieces::Pieces;
+use crate::queues::{Shared, Unbelievable};
+use crate::regions::{Regions, Table};
+use crate::sending::{Answer, Sending};
+use martlet_verbs::{Access, Lkey, Status};
 use std::io;
 use std::os::fd::BorrowedFd;
 

@@ -1,13 +1,13 @@
 //! The progress thread of a queue pair: it stands for the device.
 
-use super::frame::Header;
-use super::queues::{Shared, hush, timespec};
-use super::receiving::{Receiving, Surroundings};
-use super::regions::Regions;
-use super::sending::Sending;
 use super::{End, LINGER};
-use crate::fabric::Link;
-use crate::work::Status;
+use crate::frame::Header;
+use crate::queues::{Shared, hush, timespec};
+use crate::receiving::{Receiving, Surroundings};
+use crate::regions::Regions;
+use crate::sending::Sending;
+use martlet_verbs::Link;
+use martlet_verbs::Status;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};

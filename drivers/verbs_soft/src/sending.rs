@@ -3,12 +3,12 @@
 // UNSAFETY: sends registered memory, which is raw memory, and is the one to know that it still is
 // registered.
 
-use super::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
-use super::pieces::Pieces;
-use super::queues::{Queues, Shared};
-use super::regions::{Regions, Table};
 use super::{End, READS_MAX};
-use crate::work::{Access, Lkey, Operation, RemoteAddress, Rkey, Sge, Status, WorkRequest};
+use crate::frame::{HEADER_BYTES, Header, RECORD_BYTES, RECORDS_MAX, Record, Verb};
+use crate::pieces::Pieces;
+use crate::queues::{Queues, Shared};
+use crate::regions::{Regions, Table};
+use martlet_verbs::{Access, Lkey, Operation, RemoteAddress, Rkey, Sge, Status, WorkRequest};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -1,9 +1,9 @@
 //! Registered memory and its keys.
 
-use crate::error::VerbsError;
-use crate::fabric::Region;
-use crate::work::{Access, Lkey, RemoteAddress, Rkey};
 use martlet_device_io::HostMemory;
+use martlet_verbs::Region;
+use martlet_verbs::VerbsError;
+use martlet_verbs::{Access, Lkey, RemoteAddress, Rkey};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// Regions of one fabric: a key has 16 bits of index and 16 of tag.

@@ -3,7 +3,7 @@
 // UNSAFETY: the pieces are registered memory that the guest writes meanwhile, so they reach the
 // kernel as raw pointers and are never Rust references.
 
-use super::regions::Table;
+use crate::regions::Table;
 use martlet_raw_memory::MemoryFault;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
