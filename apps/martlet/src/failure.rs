@@ -66,6 +66,16 @@ impl Failure {
         }
     }
 
+    /// How a migration ended that ended so.
+    pub(crate) fn outcome(&self) -> OutcomeJson {
+        match self {
+            Failure::Reported(outcome) => *outcome,
+            Failure::Cancelled(_) => OutcomeJson::Cancelled,
+            Failure::Undecided(_) => OutcomeJson::Undecided,
+            Failure::Usage(_) | Failure::Failed(_) | Failure::Output(_) => OutcomeJson::Failed,
+        }
+    }
+
     /// A failure with what was done and the whole chain of reasons behind it, in one line.
     pub(crate) fn because(what: impl std::fmt::Display, reason: &dyn Error) -> Failure {
         Failure::Failed(format!("{what}: {}", chain(reason)))

@@ -10,6 +10,7 @@ mod fake;
 mod guest;
 mod limits;
 mod log;
+mod output;
 mod qmp;
 mod report_json;
 mod scratch;

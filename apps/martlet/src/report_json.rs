@@ -1,6 +1,7 @@
 //! The report of a migration as one JSON object: written by the source's control socket, read by
 //! `migrate` and `demo`, and printed by `--json`.
 
+use crate::failure::Failure;
 use martlet_engine::{
     FrameCheck, GuestCheck, Network, Outcome, Outrun, RdmaUse, Report, Side, Span,
 };
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// What was measured in one migration. Field names are an interface: only add.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ReportJson {
     /// How it ended.
     pub(crate) outcome: OutcomeJson,
@@ -94,12 +95,13 @@ impl From<&Outrun> for OutrunJson {
 }
 
 /// How a migration ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum OutcomeJson {
     /// The guest runs at the destination.
     Completed,
     /// The guest runs at the source.
+    #[default]
     Failed,
     /// The guest runs at the source: its owner cancelled.
     Cancelled,
@@ -107,6 +109,19 @@ pub(crate) enum OutcomeJson {
     Undecided,
     /// It was undecided, and the guest was given up here.
     GivenUp,
+}
+
+impl ReportJson {
+    /// Of a migration that left no report, or never began: nothing was measured.
+    pub(crate) fn without_figures(outcome: OutcomeJson, error: Option<String>) -> ReportJson {
+        ReportJson { outcome, error, ..ReportJson::default() }
+    }
+
+    /// The same, of a command that ended so.
+    pub(crate) fn of_failure(failure: &Failure) -> ReportJson {
+        let reason = crate::failure::one_line(&failure.to_string());
+        ReportJson::without_figures(failure.outcome(), Some(reason))
+    }
 }
 
 impl OutcomeJson {

@@ -3,7 +3,7 @@
 use crate::cli::{MigrateArgs, ThenArg, TuningArgs};
 use crate::failure::Failure;
 use crate::qmp::client::Client;
-use crate::report_json::ReportJson;
+use crate::report_json::{OutcomeJson, ReportJson};
 use crate::snapshot::Snapshot;
 use crate::view::progress::MigrationProgress;
 use martlet_transport::Address;
@@ -83,7 +83,10 @@ pub(crate) fn migrate(
     )?;
     let result = follow(client, progress, interrupts);
     progress.clear();
-    result
+    // It goes on without us, or has died with the guest: from here that can't be told.
+    result.map_err(|failure| {
+        Failure::Undecided(format!("{failure}; what became of the migration is not known here"))
+    })
 }
 
 fn follow(
@@ -118,8 +121,13 @@ fn report(client: &mut Client, mut snapshot: Snapshot) -> Result<ReportJson, Fai
             return Ok(report);
         }
         if Instant::now() >= deadline {
-            let reason = snapshot.error_desc.unwrap_or_else(|| "it left no report".to_owned());
-            return Err(Failure::Failed(format!("the migration {}: {reason}", snapshot.status)));
+            let outcome = match snapshot.status.as_str() {
+                "completed" => OutcomeJson::Completed,
+                "cancelled" => OutcomeJson::Cancelled,
+                "failed" => OutcomeJson::Failed,
+                _ => OutcomeJson::Undecided,
+            };
+            return Ok(ReportJson::without_figures(outcome, snapshot.error_desc));
         }
         std::thread::sleep(REPORT_INTERVAL);
         snapshot = query(client)?;

@@ -1,33 +1,45 @@
 //! `migrate`: a client of the control socket that starts a migration and shows how it goes.
 
 use super::follow::{self, Request};
-use crate::cli::{MigrateArgs, OutputArgs};
+use crate::cli::MigrateArgs;
 use crate::failure::Failure;
+use crate::output::{Picture, show_json};
 use crate::qmp::client::Client;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::signals::Held;
 use crate::view::progress::{Kind, MigrationProgress};
-use crate::view::timeline::Timeline;
-use crate::view::{Style, number, summary, svg};
-use crate::{log, out};
+use crate::view::{Style, summary};
+use crate::{log, output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// `martlet migrate`.
 pub(crate) fn run(args: &MigrateArgs, signals: Held) -> Result<(), Failure> {
+    let end = show(args, signals);
+    if let (true, Err(failure)) = (args.output.json, &end)
+        && !matches!(failure, Failure::Reported(_))
+    {
+        show_json(&ReportJson::of_failure(failure));
+    }
+    end
+}
+
+/// Migrates, and shows the report if there is one.
+fn show(args: &MigrateArgs, signals: Held) -> Result<(), Failure> {
     let interrupts = interrupts(signals)?;
+    let mut picture = Picture::open(&args.output)?;
     let mut client = Client::connect(&args.control.path)?;
     let request = Request::of(args);
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));
     let report = follow::migrate(&mut client, &request, &mut progress, &interrupts)?;
     if args.output.json {
-        let json = serde_json::to_string(&report)
-            .map_err(|e| Failure::because("cannot write the report", &e))?;
-        out(format_args!("{json}\n"))?;
+        show_json(&report);
     } else {
-        out(format_args!("{}", summary::render(&report, Style::of_stdout(), None)))?;
+        output::show(format_args!("{}", summary::render(&report, Style::of_stdout(), None)));
     }
-    write_svg(&args.output, &report)?;
+    if let Some(picture) = &mut picture {
+        picture.draw(&report);
+    }
     let equal = report.memory_equal != Some(false);
     match report.outcome {
         OutcomeJson::Completed if equal => Ok(()),
@@ -50,15 +62,4 @@ pub(crate) fn interrupts(signals: Held) -> Result<Arc<AtomicU32>, Failure> {
         })
         .map_err(|e| Failure::because("cannot take signals", &e))?;
     Ok(count)
-}
-
-/// Writes the picture that was asked for, if there was a switchover.
-pub(crate) fn write_svg(output: &OutputArgs, report: &ReportJson) -> Result<(), Failure> {
-    let (Some(path), Some(timeline)) = (&output.svg, Timeline::of(report)) else { return Ok(()) };
-    let title = report.blackout_ms.map_or_else(
-        || "switchover".to_owned(),
-        |blackout| format!("switchover: {} without the guest", number::millis(blackout)),
-    );
-    std::fs::write(path, svg::render(&timeline, &title))
-        .map_err(|e| Failure::because(format_args!("cannot write {}", path.display()), &e))
 }

@@ -4,7 +4,7 @@ use crate::cli::{ControlArgs, QuitArgs, ResolveArgs};
 use crate::control::Verdict;
 use crate::failure::{Failure, one_line};
 use crate::log::note;
-use crate::out;
+use crate::output::show;
 use crate::qmp::client::{Client, ClientError};
 use crate::snapshot::Snapshot;
 use serde_json::{Value, json};
@@ -119,7 +119,8 @@ pub(crate) fn resolve(args: &ResolveArgs) -> Result<(), Failure> {
     };
     let (words, result) = settled(verdict, &answer?);
     result.map_err(|failure| failure(words.clone()))?;
-    out(format_args!("{words}\n"))
+    show(format_args!("{words}\n"));
+    Ok(())
 }
 
 /// Tells what has to be true, and has it confirmed.

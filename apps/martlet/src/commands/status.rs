@@ -4,6 +4,7 @@ use super::follow::read;
 use crate::cli::StatusArgs;
 use crate::failure::{Failure, one_line};
 use crate::out;
+use crate::output::show_json;
 use crate::qmp::client::{Client, ClientError};
 use crate::snapshot::Snapshot;
 use crate::view::number::{grouped, millis, plural, size};
@@ -15,6 +16,16 @@ use std::fmt::Write as _;
 
 /// `martlet status`.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
+    let end = show(args);
+    if let (true, Err(failure)) = (args.json, &end)
+        && !matches!(failure, Failure::Output(_))
+    {
+        show_json(&json!({ "status": null, "error": one_line(&failure.to_string()) }));
+    }
+    end
+}
+
+fn show(args: &StatusArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.control.path)?;
     let status = client.ask("query-status")?;
     let migration = client.ask("query-migrate")?;

@@ -5,4 +5,5 @@
 mod command;
 mod ending;
 mod log;
+mod outcome;
 mod sockets;

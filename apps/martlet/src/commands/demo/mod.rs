@@ -5,17 +5,18 @@ mod process;
 mod result;
 
 use super::follow::{self, Request};
-use super::migrate::{interrupts, write_svg};
+use super::migrate::interrupts;
 use crate::cli::{AccelArg, DemoArgs, TransportArg};
 use crate::failure::Failure;
 use crate::log::note;
+use crate::output::{Picture, show_json};
 use crate::report_json::{GuestJson, OutcomeJson, ReportJson};
 use crate::scratch::ScratchDir;
 use crate::signals::Held;
 use crate::view::number::{grouped, millis, plural, size};
 use crate::view::progress::{Kind, MigrationProgress, Steps};
 use crate::view::{BOLD, Style, summary};
-use crate::{out, vm};
+use crate::{output, vm};
 use martlet_guest_program::ProgramParams;
 use martlet_transport::Provider;
 use martlet_units::{ByteCount, PAGE_SIZE};
@@ -47,15 +48,34 @@ const LINES_MAX: u32 = 20;
 
 /// `martlet demo`. `log` is the filter for the processes that it starts.
 pub(crate) fn run(args: &DemoArgs, log: Option<&str>, signals: Held) -> Result<(), Failure> {
+    let mut chain = Chain::default();
+    let end = run_chain(args, log, signals, &mut chain);
+    if let (true, Err(failure)) = (args.output.json, &end)
+        && !matches!(failure, Failure::Reported(_))
+    {
+        chain.end_early(failure);
+        show_json(&chain.summary());
+    }
+    end
+}
+
+/// Moves the guest, and shows how that went if it came to an end.
+fn run_chain(
+    args: &DemoArgs,
+    log: Option<&str>,
+    signals: Held,
+    chain: &mut Chain,
+) -> Result<(), Failure> {
     let interrupts = interrupts(signals)?;
     let program = vm::program(args.program.as_deref(), args.memory)?;
     vm::check_program(&program, args.memory, args.vcpus)?;
+    let mut picture = Picture::open(&args.output)?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
     let style = Style::of_stdout();
     let kind = Kind::suiting(args.output.json);
     let mut demo = Demo { args, log, program, dir, style, kind, interrupts, started: 0 };
-    let chain = demo.run()?;
-    demo.show(&chain)?;
+    demo.run(chain)?;
+    demo.show(chain, picture.as_mut());
     if chain.is_well() { Ok(()) } else { Err(Failure::Reported(chain.outcome())) }
 }
 
@@ -73,10 +93,10 @@ struct Demo<'a> {
 
 impl Demo<'_> {
     /// Boots the guest and moves it as often as was asked for.
-    fn run(&mut self) -> Result<Chain, Failure> {
+    fn run(&mut self, chain: &mut Chain) -> Result<(), Failure> {
         let mut here = self.boot()?;
         let machine = here.machine()?;
-        self.say_header(&machine.accel)?;
+        self.say_header(&machine.accel);
         let filled = self.wait_filled(&mut here)?;
         self.say(format_args!(
             "  load         {} filled in {}; in {} of it {} are rewritten\n",
@@ -84,15 +104,15 @@ impl Demo<'_> {
             millis(filled.as_secs_f64() * 1e3),
             size(self.program.working_set),
             self.program.rate.to_string().replacen('/', " pages/", 1),
-        ))?;
+        ));
         self.wait_frames(&mut here)?;
-        let mut chain = Chain::new(machine);
+        chain.moves(machine);
         let steps = (self.args.runs > 1).then(|| Steps::new(self.kind, self.args.runs.into()));
         for run in 0..self.args.runs {
             let mut there = self.receive()?;
             let report = self.move_once(&mut here, &mut there)?;
             let completed = report.outcome == OutcomeJson::Completed;
-            self.say_run(run, &report)?;
+            self.say_run(run, &report);
             if let Some(steps) = &steps {
                 steps.step();
                 steps.say(summary::headline(&report, self.plain()));
@@ -118,7 +138,7 @@ impl Demo<'_> {
             chain.saw(&pass);
         }
         here.quit();
-        Ok(chain)
+        Ok(())
     }
 
     fn boot(&mut self) -> Result<Process, Failure> {
@@ -265,11 +285,13 @@ impl Demo<'_> {
     // --- words ---
 
     /// Text for people; nothing with `--json`.
-    fn say(&self, text: std::fmt::Arguments<'_>) -> Result<(), Failure> {
-        if self.args.output.json { Ok(()) } else { out(text) }
+    fn say(&self, text: std::fmt::Arguments<'_>) {
+        if !self.args.output.json {
+            output::show(text);
+        }
     }
 
-    fn say_header(&self, accel: &str) -> Result<(), Failure> {
+    fn say_header(&self, accel: &str) {
         let backend = match (accel, self.args.accel) {
             ("kvm", _) => "KVM".to_owned(),
             (_, AccelArg::Auto) => match vm::kvm_usable() {
@@ -283,27 +305,27 @@ impl Demo<'_> {
         self.say(format_args!(
             "a guest of {memory} and {vcpus} moves from one process to another, over {over}\n  \
              runs on      {backend}\n"
-        ))
+        ));
     }
 
-    fn say_run(&self, run: u32, report: &ReportJson) -> Result<(), Failure> {
+    fn say_run(&self, run: u32, report: &ReportJson) {
         let runs = self.args.runs;
         let shown = runs <= LINES_MAX || report.outcome != OutcomeJson::Completed;
         if runs == 1 || self.kind == Kind::Bar || !shown {
-            return Ok(());
+            return;
         }
         let width = runs.to_string().len();
         let line = summary::headline(report, self.style);
-        self.say(format_args!("  run {:>width$}  {line}\n", run + 1))
+        self.say(format_args!("  run {:>width$}  {line}\n", run + 1));
     }
 
-    fn show(&self, chain: &Chain) -> Result<(), Failure> {
+    fn show(&self, chain: &Chain, picture: Option<&mut Picture>) {
         let total = chain.summary();
-        write_svg(&self.args.output, &total.report)?;
+        if let Some(picture) = picture {
+            picture.draw(&total.report);
+        }
         if self.args.output.json {
-            let json = serde_json::to_string(&total)
-                .map_err(|e| Failure::because("cannot write the result", &e))?;
-            return out(format_args!("{json}\n"));
+            return show_json(&total);
         }
         let mut text = String::from("\n");
         if self.args.runs > 1 && total.completed_runs > 0 {
@@ -322,11 +344,10 @@ impl Demo<'_> {
         if let (true, Some(line)) = (self.args.runs > 1, chain.network_line()) {
             let _ = writeln!(text, "  cards        {}", self.style.paint(BOLD, &line));
         }
-        out(format_args!("{text}"))?;
+        output::show(format_args!("{text}"));
         if let Some(complaint) = chain.complaint() {
             note(format_args!("{complaint}"));
         }
-        Ok(())
     }
 
     fn check_line(&self, chain: &Chain, guest: &GuestJson) -> String {

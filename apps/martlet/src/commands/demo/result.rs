@@ -1,6 +1,7 @@
 //! What a chain of moves comes to: medians, percentiles, and whether all was well.
 
 use super::process::{GuestView, MachineView};
+use crate::failure::{Failure, one_line};
 use crate::report_json::{
     GuestJson, NetworkJson, OutcomeJson, PagesJson, PhasesJson, RdmaJson, ReportJson,
 };
@@ -8,11 +9,13 @@ use crate::view::number::{millis, plural};
 use serde::Serialize;
 
 /// The moves so far.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Chain {
     machine: MachineView,
     runs: Vec<ReportJson>,
     guest: Option<GuestView>,
+    /// What ended it between two moves, or before the first.
+    early_end: Option<(OutcomeJson, String)>,
 }
 
 /// The blackout's percentiles, in ms; null if no run had one. Nearest rank: each is a value that
@@ -46,8 +49,14 @@ pub(super) struct Total {
 }
 
 impl Chain {
-    pub(super) fn new(machine: MachineView) -> Chain {
-        Chain { machine, runs: Vec::new(), guest: None }
+    /// This is what moves.
+    pub(super) fn moves(&mut self, machine: MachineView) {
+        self.machine = machine;
+    }
+
+    /// Something else than a move failed: there are no more.
+    pub(super) fn end_early(&mut self, failure: &Failure) {
+        self.early_end = Some((failure.outcome(), one_line(&failure.to_string())));
     }
 
     /// One more run is over.
@@ -74,10 +83,21 @@ impl Chain {
         self.may_go_on() && !self.runs.is_empty()
     }
 
+    fn failed(&self) -> Option<&ReportJson> {
+        self.runs.iter().find(|r| r.outcome != OutcomeJson::Completed)
+    }
+
     /// How the run ended that ended it all.
     pub(super) fn outcome(&self) -> OutcomeJson {
-        let failed = self.runs.iter().find(|r| r.outcome != OutcomeJson::Completed);
-        failed.map_or(OutcomeJson::Completed, |r| r.outcome)
+        let early_end = self.early_end.as_ref().map(|(outcome, _)| *outcome);
+        let ended = early_end.or(self.failed().map(|r| r.outcome));
+        ended.unwrap_or(OutcomeJson::Completed)
+    }
+
+    fn error(&self) -> Option<String> {
+        let early_end = self.early_end.as_ref().map(|(_, reason)| reason.clone());
+        let failed = || self.failed().and_then(|r| r.error.clone());
+        early_end.or_else(failed).or_else(|| self.complaint())
     }
 
     fn guest_is_whole(&self) -> bool {
@@ -172,7 +192,10 @@ impl Chain {
     }
 
     fn medians(&self) -> ReportJson {
-        let failed = self.runs.iter().find(|r| r.outcome != OutcomeJson::Completed);
+        if let (Some((outcome, reason)), None) = (&self.early_end, self.completed().next()) {
+            return ReportJson::without_figures(*outcome, Some(reason.clone()));
+        }
+        let failed = self.failed();
         if let (Some(failed), None) = (failed, self.completed().next()) {
             return failed.clone();
         }
@@ -185,8 +208,8 @@ impl Chain {
             frames: guest.frames.map(|frames| frames.count),
         });
         ReportJson {
-            outcome: failed.map_or(OutcomeJson::Completed, |r| r.outcome),
-            error: failed.and_then(|r| r.error.clone()).or_else(|| self.complaint()),
+            outcome: self.outcome(),
+            error: self.error(),
             total_ms: time(|r| r.total_ms),
             blackout_ms: self.median(|r| r.blackout_ms),
             predicted_blackout_ms: self.median(|r| r.predicted_blackout_ms),
@@ -328,7 +351,7 @@ mod tests {
 
     fn chain(blackouts: &[Option<f64>]) -> Chain {
         let machine = MachineView { accel: "kvm".to_owned(), memory_bytes: 1 << 30, vcpus: 1 };
-        let mut chain = Chain::new(machine);
+        let mut chain = Chain { machine, ..Chain::default() };
         for blackout in blackouts {
             let mut report = ReportJson::from(&sample());
             report.blackout_ms = *blackout;

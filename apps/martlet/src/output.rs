@@ -1,0 +1,93 @@
+//! How the end of a migration is shown. What became of the guest decides the exit status; that it
+//! could not be shown is said on standard error and changes nothing.
+
+use crate::cli::OutputArgs;
+use crate::failure::Failure;
+use crate::log::note;
+use crate::report_json::ReportJson;
+use crate::view::number::millis;
+use crate::view::svg;
+use crate::view::timeline::Timeline;
+use serde::Serialize;
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Writes to standard output. If that does not work it is said, once. A reader that is gone had
+/// enough: that is not worth a line.
+pub(crate) fn show(text: std::fmt::Arguments<'_>) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let Err(failure) = crate::out(text) else { return };
+    // Relaxed: a flag of its own.
+    if !failure.is_said() && !SAID.swap(true, Ordering::Relaxed) {
+        note(format_args!("{failure}"));
+    }
+}
+
+/// Writes one JSON object to standard output.
+pub(crate) fn show_json(object: &impl Serialize) {
+    match serde_json::to_string(object) {
+        Ok(json) => show(format_args!("{json}\n")),
+        Err(error) => note(format_args!("cannot write the result as JSON: {error}")),
+    }
+}
+
+/// The picture that was asked for. It is opened before anything moves, so that a path that can't
+/// be written to is found out in time.
+#[derive(Debug)]
+pub(crate) struct Picture {
+    path: PathBuf,
+    file: File,
+    /// It was not there before and has no content yet.
+    is_new: bool,
+}
+
+impl Picture {
+    /// Opens it, if one was asked for. What stands at its path stays until it is drawn.
+    pub(crate) fn open(output: &OutputArgs) -> Result<Option<Picture>, Failure> {
+        let Some(path) = output.svg.clone() else { return Ok(None) };
+        let open = |is_new: bool| OpenOptions::new().write(true).create_new(is_new).open(&path);
+        let opened = match open(true) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                open(false).map(|f| (f, false))
+            }
+            opened => opened.map(|file| (file, true)),
+        };
+        match opened {
+            Ok((file, is_new)) => Ok(Some(Picture { path, file, is_new })),
+            Err(error) => {
+                Err(Failure::Usage(format!("--svg {}: cannot write it: {error}", path.display())))
+            }
+        }
+    }
+
+    /// Draws the switchover, if there was one.
+    pub(crate) fn draw(&mut self, report: &ReportJson) {
+        let Some(timeline) = Timeline::of(report) else { return };
+        let title = report.blackout_ms.map_or_else(
+            || "switchover".to_owned(),
+            |blackout| format!("switchover: {} without the guest", millis(blackout)),
+        );
+        match self.write(&svg::render(&timeline, &title)) {
+            Ok(()) => self.is_new = false,
+            Err(error) => note(format_args!("cannot write {}: {error}", self.path.display())),
+        }
+    }
+
+    fn write(&mut self, text: &str) -> io::Result<()> {
+        // What is no file, as a pipe, has no length to set.
+        if self.file.metadata()?.is_file() {
+            self.file.set_len(0)?;
+        }
+        self.file.write_all(text.as_bytes())
+    }
+}
+
+impl Drop for Picture {
+    fn drop(&mut self) {
+        if self.is_new {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
