@@ -29,20 +29,30 @@ const PACKAGES: [&str; 10] = [
 ];
 
 /// What of the kernel's package is unpacked: not its 400 MB of drivers.
-const KERNEL_PARTS: [&str; 9] = [
+const KERNEL_PARTS: [&str; 12] = [
     "./boot/vmlinuz-*",
     "*/modules.builtin",
     "*/kernel/arch/*",
     "*/kernel/crypto/*",
+    "*/kernel/drivers/char/hw_random/*",
+    "*/kernel/drivers/crypto/ccp/*",
     "*/kernel/drivers/infiniband/*",
     "*/kernel/drivers/net/dummy.ko*",
     "*/kernel/fs/configfs/*",
     "*/kernel/lib/*",
     "*/kernel/net/*",
+    "*/kernel/virt/*",
 ];
 
 /// Says which packages are unpacked; written last.
 const STAMP: &str = "unpacked";
+
+/// A kernel's image.
+pub(super) struct Kernel {
+    pub(super) path: PathBuf,
+    /// As `uname -r` tells it.
+    pub(super) version: String,
+}
 
 /// Unpacked packages.
 pub(super) struct Packages {
@@ -60,6 +70,18 @@ impl Packages {
         self.tree().join("usr/include")
     }
 
+    /// The kernel that is booted.
+    pub(super) fn kernel(&self) -> Result<Kernel, Obstacle> {
+        let folder = self.tree().join("boot");
+        let listed = fs::read_dir(&folder).map_err(|error| failed("the kernel", &error))?;
+        let mut files = listed.flatten().map(|entry| entry.path());
+        let found = files.find_map(|path| {
+            let version = path.file_name()?.to_str()?.strip_prefix("vmlinuz-")?.to_owned();
+            Some(Kernel { path, version })
+        });
+        found.ok_or_else(|| Obstacle::Failed(format!("no kernel in {}", folder.display())))
+    }
+
     /// For files that are made anew each time.
     pub(super) fn cache(&self) -> &Path {
         &self.cache
@@ -68,7 +90,7 @@ impl Packages {
 
 /// What the stamp says if the cache is what this version wants.
 fn stamp() -> String {
-    format!("{SUITE} {KERNEL} {}\n", PACKAGES.join(" "))
+    format!("{SUITE} {KERNEL} {} {}\n", PACKAGES.join(" "), KERNEL_PARTS.join(" "))
 }
 
 /// The packages, from the cache if they are there.

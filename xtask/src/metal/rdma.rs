@@ -1,7 +1,9 @@
 //! Verbs over the kernel's soft-RoCE.
 
-use super::{Lane, Obstacle, Step, build, cache, failed, machine, need, packages};
-use std::path::{Path, PathBuf};
+use super::machine::Pinning;
+use super::summary::Summary;
+use super::{Lane, Obstacle, Step, build, cache, failed, machine, need, packages, renamed};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -65,49 +67,41 @@ fn migration(options: &str) -> String {
     format!("{MIGRATION} {options} > /tmp/report 2> /tmp/words; {ARRIVED}")
 }
 
-pub(super) fn run(only: &str) -> Result<(), Obstacle> {
+pub(super) fn run(only: &str) -> Result<Summary, Obstacle> {
     need("qemu-system-x86_64", "qemu-system-x86")?;
     let cache = cache()?;
     let packages = packages::fetch(&cache)?;
+    let mut summary = Summary::new("rdma", packages.kernel()?.version);
     if "layouts".contains(only) {
         check_layouts(&packages.headers())?;
+        summary.pass();
     }
     let steps: Vec<Step> = steps().into_iter().filter(|step| step.name.contains(only)).collect();
     if steps.is_empty() {
-        return Ok(());
+        return Ok(summary);
     }
-    let mut programs = build(&["-p", "martlet-verbs-soft", "--example", "conform"])?;
-    if steps.iter().any(|step| step.name.starts_with("migration")) {
-        let built = build(&["-p", "martlet", "--bin", "martlet"])?;
-        for program in &built {
-            programs.push(stripped(program, &cache)?);
-        }
+    let mut programs = build("build", &["-p", "martlet-verbs-soft", "--example", "conform"])?;
+    let is_migration = |step: &&Step| step.name.starts_with("migration");
+    if steps.iter().any(|step| is_migration(&step)) {
+        let built = build("build", &["-p", "martlet", "--bin", "martlet"])?;
+        programs.push(renamed(&built, &cache, "martlet")?);
     }
     let lane = Lane {
         modules: MODULES,
         prepare: PREPARE,
+        verbs: true,
         programs,
         steps,
         memory_mib: 768,
         limit: Duration::from_secs(100),
+        pinning: Pinning::None,
     };
-    machine::run(&packages, &lane)
-}
-
-/// A copy without debug information, which would be most of what the machine has to unpack.
-fn stripped(program: &Path, cache: &Path) -> Result<PathBuf, Obstacle> {
-    need("strip", "binutils")?;
-    let copy = cache.join(program.file_name().unwrap_or_default());
-    let output = Command::new("strip")
-        .arg("-o")
-        .args([&copy, &program.to_owned()])
-        .output()
-        .map_err(|error| failed("strip", &error))?;
-    if output.status.success() {
-        Ok(copy)
-    } else {
-        Err(Obstacle::Failed(String::from_utf8_lossy(&output.stderr).into_owned()))
-    }
+    let run = machine::run(&packages, &lane)?;
+    summary.judge(&lane, &run);
+    let ended = lane.steps.iter().zip(&run.endings);
+    let moved = ended.filter(|(step, ending)| is_migration(step) && **ending == Some(0));
+    summary.moves = moved.map(|_| 1).sum();
+    Ok(summary)
 }
 
 /// Compares the structures of the `ibv` provider with rdma-core's own headers.

@@ -10,17 +10,12 @@ use std::path::Path;
 /// Where Debian keeps the libraries.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
-/// What programs of this workspace need, and what the verbs libraries do.
-const NEEDED: [&str; 8] = [
-    "libc.so.6",
-    "libm.so.6",
-    "libgcc_s.so.1",
-    "libibverbs.so.1",
-    "librdmacm.so.1",
-    "libnl-3.so.200",
-    "libnl-route-3.so.200",
-    "ld-linux-x86-64.so.2",
-];
+/// What programs of this workspace need.
+const NEEDED: [&str; 4] = ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"];
+
+/// The verbs libraries, and what they need.
+const VERBS: [&str; 4] =
+    ["libibverbs.so.1", "librdmacm.so.1", "libnl-3.so.200", "libnl-route-3.so.200"];
 
 /// Begins the lines by which the machine tells how it gets on.
 pub(super) const MARK: &str = "@@";
@@ -38,13 +33,16 @@ pub(super) fn archive(tree: &Path, lane: &Lane) -> Result<Vec<u8>, Obstacle> {
         Ok(())
     };
     take("usr/bin/busybox", "bin/busybox")?;
-    for name in NEEDED {
+    let verbs: &[&str] = if lane.verbs { &VERBS } else { &[] };
+    for name in NEEDED.iter().chain(verbs) {
         take(&format!("{LIBRARIES}/{name}"), &format!("{LIBRARIES}/{name}"))?;
     }
     take(&format!("{LIBRARIES}/ld-linux-x86-64.so.2"), "lib64/ld-linux-x86-64.so.2")?;
-    let provider = provider(tree)?;
-    take(&provider, &provider)?;
-    take("etc/libibverbs.d/rxe.driver", "etc/libibverbs.d/rxe.driver")?;
+    if lane.verbs {
+        let provider = provider(tree)?;
+        take(&provider, &provider)?;
+        take("etc/libibverbs.d/rxe.driver", "etc/libibverbs.d/rxe.driver")?;
+    }
     for program in &lane.programs {
         let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let content = fs::read(program).map_err(|error| failed(&name, &error))?;

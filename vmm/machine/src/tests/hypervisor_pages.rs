@@ -43,6 +43,9 @@ fn copy_written(source: &Machine, tracker: &mut dyn DirtySource, target: &GuestM
 }
 
 fn assert_equal(source: &Machine, target: &GuestMemory, when: &str) {
+    if source.guest_ram().digest().unwrap() == target.ram().digest().unwrap() {
+        return;
+    }
     let (mut here, mut there) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
     for region in source.guest_ram().regions() {
         for page in region.range().start().0..region.range().end().0 {
@@ -90,15 +93,18 @@ fn what_kvm_writes_arrives_as_it_was() {
     let kernel = Scratch::new("pages", &pvh(&guests::pages()));
     for tracking in [Tracking::Log, Tracking::Ring] {
         let config = MachineConfig { tracking, ..boots(kernel.path(), 16) };
-        let Ok(machine) = Machine::new(&config) else {
-            eprintln!("skipped: no {tracking:?} here");
-            continue;
+        let mut machine = match Machine::new(&config) {
+            Ok(machine) => machine,
+            Err(error) if tracking == Tracking::Ring => {
+                eprintln!("skipped: {error}");
+                continue;
+            }
+            Err(error) => panic!("{error}"),
         };
         machine.continue_by_owner().unwrap();
-        let mut machine = machine;
         wait_round(&machine);
-        eprintln!("KVM offers {:#x}", word(&machine, FEATURES));
-        for _ in 0..4 {
+        eprintln!("KVM offers {:#x}; 4 moves by its {tracking:?}", word(&machine, FEATURES));
+        for _ in 0..2 {
             machine = move_and_compare(&machine);
             wait_round(&machine);
             assert_eq!(word(&machine, WRONG), 0);

@@ -1,0 +1,96 @@
+//! What came of a lane, for people and for programs.
+
+use super::Lane;
+use super::machine::Run;
+use serde_json::{Map, Value, json};
+
+/// See the module's comment.
+pub(super) struct Summary {
+    lane: &'static str,
+    kernel: String,
+    passed: usize,
+    /// What failed, each as one line.
+    failed: Vec<String>,
+    /// Guests that were moved, in all steps.
+    pub(super) moves: u64,
+    figures: Map<String, Value>,
+}
+
+impl Summary {
+    pub(super) fn new(lane: &'static str, kernel: String) -> Summary {
+        let (failed, figures) = (Vec::new(), Map::new());
+        Summary { lane, kernel, passed: 0, failed, moves: 0, figures }
+    }
+
+    /// Adds one emulated PC's steps: each must have ended well, and nothing else gone wrong.
+    pub(super) fn judge(&mut self, lane: &Lane, run: &Run) {
+        for (step, ending) in lane.steps.iter().zip(&run.endings) {
+            match ending {
+                Some(0) => self.passed += 1,
+                Some(status) => self.failed.push(format!("{} ended with {status}", step.name)),
+                None => self.failed.push(format!("{} did not end", step.name)),
+            }
+        }
+        self.failed.extend(run.wrong.iter().cloned());
+    }
+
+    /// Adds a check that ran outside of the emulated PC and passed.
+    pub(super) fn pass(&mut self) {
+        self.passed += 1;
+    }
+
+    pub(super) fn figure(&mut self, name: &str, value: f64) {
+        self.figures.insert(name.to_owned(), value.into());
+    }
+
+    /// What failed, in one line.
+    pub(super) fn failure(&self) -> Option<String> {
+        (!self.failed.is_empty()).then(|| self.failed.join("; "))
+    }
+
+    /// All of it as one line.
+    pub(super) fn json(&self) -> String {
+        json!({
+            "lane": self.lane,
+            "kernel": self.kernel,
+            "passed": self.passed,
+            "failed": self.failed.len(),
+            "moves": self.moves,
+            "figures": self.figures,
+        })
+        .to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Step;
+    use super::super::machine::Pinning;
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn every_step_must_end_well() {
+        let step = |name| Step { name, line: String::new(), limit: Duration::ZERO };
+        let lane = Lane {
+            modules: &[],
+            prepare: &[],
+            verbs: false,
+            programs: Vec::new(),
+            steps: vec![step("one"), step("two"), step("three")],
+            memory_mib: 0,
+            limit: Duration::ZERO,
+            pinning: Pinning::None,
+        };
+        let mut summary = Summary::new("x", "6.12".to_owned());
+        let wrong = vec!["kernel WARNING: here".to_owned()];
+        let endings = vec![Some(0), Some(3), None];
+        summary.judge(&lane, &Run { endings, output: vec![Vec::new(); 3], wrong });
+        let failure = "two ended with 3; three did not end; kernel WARNING: here";
+        assert_eq!(summary.failure().as_deref(), Some(failure));
+        summary.figure("a", 1.5);
+        let json: Value = serde_json::from_str(&summary.json()).unwrap();
+        assert_eq!((&json["passed"], &json["failed"]), (&1.into(), &3.into()));
+        assert_eq!((&json["lane"], &json["figures"]["a"]), (&"x".into(), &1.5.into()));
+    }
+}
