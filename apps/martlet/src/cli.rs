@@ -249,6 +249,9 @@ pub(crate) struct ReceiveArgs {
     /// ibv if a device has ADDR, else soft.
     #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
     pub(crate) rdma_provider: Provider,
+    /// Most memory that a guest may have. Default: what this host has.
+    #[arg(long, value_name = "SIZE", value_parser = memory)]
+    pub(crate) memory_max: Option<ByteCount>,
     /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
     #[arg(long, value_name = "WHERE", default_value = "none")]
     pub(crate) serial: SerialArg,
@@ -259,7 +262,8 @@ pub(crate) struct ReceiveArgs {
 /// How this host runs a guest.
 #[derive(Debug, Args)]
 pub(crate) struct HostArgs {
-    /// What runs the vCPUs.
+    /// What runs the vCPUs. A guest on threads is a part of its process: `receive` takes one only
+    /// with `threads`, over a Unix socket, and from the same user.
     #[arg(long, value_enum, default_value_t = AccelArg::Auto)]
     pub(crate) accel: AccelArg,
     /// How dirty pages are found.

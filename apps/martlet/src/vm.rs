@@ -6,8 +6,8 @@ use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::log::note;
 use crate::vdpa;
 use martlet_engine::{
-    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, ReceiveStatus,
-    Receiver, Report, SourceVmm, Status,
+    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, ReceiveOptions,
+    ReceiveStatus, Receiver, Report, SourceVmm, Status,
 };
 use martlet_guest_program::{GuestCounters, ProgramParams};
 use martlet_machine::{
@@ -76,6 +76,14 @@ pub(crate) fn check_program(
     config.validate().map_err(|error| failure(&error))
 }
 
+/// What executes the guest of a demo, for its processes: all of them the same.
+pub(crate) fn settle_accel(arg: AccelArg) -> AccelArg {
+    match arg {
+        AccelArg::Auto if kvm_usable().is_err() => AccelArg::Threads,
+        settled => settled,
+    }
+}
+
 /// KVM if it can be used; otherwise threads, and a line that says so.
 fn choose_accel(args: &HostArgs) -> Accel {
     match args.accel {
@@ -126,17 +134,19 @@ pub(crate) fn boot(config: &MachineConfig, args: &HostArgs) -> Result<Arc<dyn Gu
 /// What builds machines for guests that arrive.
 pub(crate) fn listener(args: &ReceiveArgs) -> Result<Arc<dyn Listen>, Failure> {
     let accel = match args.host.accel {
-        // What the guest ran on is what it goes on with.
-        AccelArg::Auto => None,
-        AccelArg::Kvm => Some(Accel::Kvm),
-        AccelArg::Threads => Some(Accel::Threads),
+        // A guest on threads would be a part of this process: not without being asked for.
+        AccelArg::Auto | AccelArg::Kvm => Accel::Kvm,
+        AccelArg::Threads => Accel::Threads,
     };
     let config =
         FactoryConfig { accel, tracking: tracking(&args.host), serial: serial(&args.serial) };
     let cards = vdpa::open(args.host.vdpa.as_ref()).map_err(Failure::Failed)?;
     let factory = Factory::with_devices(config, cards).map_err(|error| failure(&error))?;
     let rdma = RdmaAccept { provider: args.rdma_provider, ..RdmaAccept::default() };
-    Ok(Arc::new(MachineListen { factory: Arc::new(factory), rdma }))
+    let own = ReceiveOptions::default();
+    let memory_max = args.memory_max.unwrap_or(own.memory_max);
+    let options = ReceiveOptions { rdma, memory_max };
+    Ok(Arc::new(MachineListen { factory: Arc::new(factory), options }))
 }
 
 struct MachineGuest(Arc<Machine>);
@@ -210,7 +220,7 @@ impl Attempt for EngineAttempt {
 
 struct MachineListen {
     factory: Arc<Factory>,
-    rdma: RdmaAccept,
+    options: ReceiveOptions,
 }
 
 /// Settles what provides RDMA, and says so where it is not what one would hope for.
@@ -226,8 +236,9 @@ fn settle_rdma(accept: &RdmaAccept, address: &Address) -> io::Result<RdmaAccept>
 impl Listen for MachineListen {
     fn listen(&self, address: &Address) -> io::Result<Arc<dyn Incoming>> {
         let factory: Arc<dyn DestinationFactory> = Arc::clone(&self.factory) as _;
-        let rdma = settle_rdma(&self.rdma, address)?;
-        let receiver = Receiver::start_with(address, factory, rdma)?;
+        let rdma = settle_rdma(&self.options.rdma, address)?;
+        let options = ReceiveOptions { rdma, ..self.options };
+        let receiver = Receiver::start_with(address, factory, options)?;
         Ok(Arc::new(EngineIncoming { receiver, factory: Arc::clone(&self.factory) }))
     }
 }

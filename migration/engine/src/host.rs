@@ -1,6 +1,7 @@
 //! What the engine asks of the host it runs on.
 
 use martlet_protocol::ClockKey;
+use martlet_units::ByteCount;
 use rustix::time::{ClockId, clock_gettime};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
@@ -44,6 +45,22 @@ pub(crate) fn random_id() -> std::io::Result<[u8; 16]> {
 /// Cores that this process may use.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Runs what may panic, and catches that: `Err` says what it panicked with, as one line. Whatever
+/// it worked on is not to be used after it, but to be dropped.
+pub(crate) fn guarded<T>(body: impl FnOnce() -> T) -> Result<T, String> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).map_err(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        format!("internal error: {}", text.unwrap_or("a panic without words"))
+    })
+}
+
+/// Memory of this host.
+pub(crate) fn memory() -> ByteCount {
+    let info = rustix::system::sysinfo();
+    ByteCount(u64::from(info.totalram).saturating_mul(u64::from(info.mem_unit)))
 }
 
 /// A thread that outlives its maker, with a name that `top -H` shows.

@@ -15,12 +15,12 @@ mod source;
 mod vmm;
 
 pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
-pub use destination::{ReceiveStatus, Receiver};
+pub use destination::{ReceiveOptions, ReceiveStatus, Receiver};
 pub use report::{
     Network, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
 };
 pub use source::{MigrateOptions, Migration, Then, Within};
 pub use vmm::{
-    DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused, Rehearsal,
-    RunState, SourceVmm, VmmError,
+    BuildRequest, DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused,
+    Peer, Rehearsal, RunState, SourceVmm, VmmError,
 };

@@ -2,8 +2,10 @@
 
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
-use martlet_units::{ClockOffset, Instant};
+use martlet_transport::Stream;
+use martlet_units::{ClockOffset, Instant, PageRange};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Why a VMM could not do what the engine asked. Before the commit the attempt is abandoned.
@@ -143,15 +145,52 @@ pub trait SourceVmm: Send + Sync {
     fn guest_check(&self) -> Option<GuestCheck>;
 }
 
+/// Who is at the other end of a migration, as far as this host's kernel knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// A process of this host and of the user that this one runs as.
+    SameUser,
+    /// Anybody.
+    Unknown,
+}
+
+impl Peer {
+    pub(crate) fn of(stream: &Stream) -> Peer {
+        let own = rustix::process::geteuid();
+        if stream.peer_user() == Some(own) { Peer::SameUser } else { Peer::Unknown }
+    }
+}
+
+/// What a source asks for. All of it may come from anybody.
+#[derive(Clone, Copy, Debug)]
+pub struct BuildRequest<'a> {
+    /// What [`SourceVmm::machine_description`] gave.
+    pub description: &'a [u8],
+    /// The guest's memory.
+    pub layout: &'a [PageRange],
+    /// Who asks.
+    pub peer: Peer,
+    /// Set once nobody needs the machine any more.
+    pub is_cancelled: &'a AtomicBool,
+}
+
+impl BuildRequest<'_> {
+    /// An error once nobody needs the machine any more: call it between the steps of building it.
+    pub fn check_wanted(&self) -> Result<(), VmmError> {
+        if self.is_cancelled.load(Ordering::Relaxed) {
+            let reason = "the migration has ended meanwhile".to_owned();
+            return Err(VmmError { action: "build the machine".to_owned(), reason });
+        }
+        Ok(())
+    }
+}
+
 /// Builds the machine that a source describes.
 pub trait DestinationFactory: Send + Sync {
     /// Checks the description against this host and builds everything: memory of this layout,
-    /// vCPUs, devices, threads. Nothing may be left for the blackout but loading the state.
-    fn build(
-        &self,
-        machine_description: &[u8],
-        layout: &[martlet_units::PageRange],
-    ) -> Result<Arc<dyn DestinationVmm>, VmmError>;
+    /// vCPUs, devices, threads. Nothing may be left for the blackout but loading the state. Called
+    /// on a thread that may take its time, for one migration at a time.
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError>;
 }
 
 /// What a state is loaded for.

@@ -7,7 +7,7 @@ mod fake;
 
 use fake::{FakeFactory, FakeVmm};
 use martlet_engine::{
-    MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, SourceVmm,
+    MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report, SourceVmm,
 };
 use martlet_ram::RegionIndex;
 use martlet_ram::testing::Spoiled;
@@ -29,9 +29,10 @@ const WAYS: [&str; 2] = ["tcp:127.0.0.1:0", "rdma:127.0.0.1:0"];
 fn receiver(way: &str) -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = way.parse().unwrap();
-    let accept = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
+    let rdma = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
+    let options = ReceiveOptions { rdma, ..ReceiveOptions::default() };
     let receiver =
-        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), accept).unwrap();
+        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
     (receiver, factory)
 }
 

@@ -7,7 +7,9 @@ mod fake;
 mod proxy;
 
 use fake::{FakeFactory, FakeVmm};
-use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
+use martlet_engine::{
+    MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report,
+};
 use martlet_transport::{Address, Provider, RdmaAccept, RdmaOptions};
 use proxy::{Fault, Proxy};
 use std::sync::Arc;
@@ -19,9 +21,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn receiver(queues_max: u16) -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = "rdma:127.0.0.1:0".parse().unwrap();
-    let accept = RdmaAccept { provider: Provider::Soft, queues_max, ..RdmaAccept::default() };
+    let rdma = RdmaAccept { provider: Provider::Soft, queues_max, ..RdmaAccept::default() };
+    let options = ReceiveOptions { rdma, ..ReceiveOptions::default() };
     let receiver =
-        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), accept).unwrap();
+        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
     (receiver, factory)
 }
 

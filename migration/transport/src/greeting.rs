@@ -100,11 +100,34 @@ fn read_reply(stream: &Stream, until: &Until<'_>) -> Result<(), GreetingError> {
     Ok(())
 }
 
-/// Reads the greeting of a connection that was accepted. The caller answers with [`reply`].
-pub fn read_hello(stream: &Stream) -> Result<Hello, GreetingError> {
-    let mut hello = [0; HELLO_BYTES];
-    read_checked(stream, &mut hello, &Until::within(GREETING_MAX), check_hello_prefix)?;
-    Ok(Hello::parse(&hello)?)
+/// The greeting of a connection that was accepted, as far as it has come.
+#[derive(Debug)]
+pub struct Greeting {
+    bytes: [u8; HELLO_BYTES],
+    filled: usize,
+}
+
+impl Default for Greeting {
+    fn default() -> Greeting {
+        Greeting { bytes: [0; HELLO_BYTES], filled: 0 }
+    }
+}
+
+impl Greeting {
+    /// Reads what is there, without waiting; `None` until it is whole. Whoever speaks something
+    /// else is told apart at the first wrong byte. The caller answers with [`reply`].
+    pub fn advance(&mut self, stream: &Stream) -> Result<Option<Hello>, GreetingError> {
+        while self.filled < HELLO_BYTES {
+            match stream.read_now(&mut self.bytes[self.filled..]) {
+                Ok(got) => self.filled += got,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(GreetingError::Io(error)),
+            }
+            check_hello_prefix(&self.bytes[..self.filled])?;
+        }
+        Ok(Some(Hello::parse(&self.bytes)?))
+    }
 }
 
 /// Answers a greeting.
@@ -135,6 +158,17 @@ mod tests {
     use super::*;
     use martlet_wire::hello::{Role, Status};
     use std::os::unix::net::UnixStream;
+
+    /// Waits for a whole greeting.
+    fn read_hello(stream: &Stream) -> Result<Hello, GreetingError> {
+        let mut greeting = Greeting::default();
+        loop {
+            if let Some(hello) = greeting.advance(stream)? {
+                return Ok(hello);
+            }
+            assert!(stream.wait_readable(GREETING_MAX).unwrap());
+        }
+    }
 
     fn pair() -> (Stream, Stream) {
         let (one, two) = UnixStream::pair().unwrap();

@@ -1,7 +1,7 @@
 //! Connections of a migration: addresses, greetings, the control connection, data channels.
 //!
 //! ```text
-//! connect / Listener::accept + read_hello + reply   every connection starts so
+//! connect / Listener::try_accept + Greeting + reply  every connection starts so
 //!    ControlLink                                    messages, both ways
 //!    PageSender ==> PageReceiver                    pages from guest memory to guest memory
 //!    RdmaSender ==> RdmaReceiver                    the same by RDMA
@@ -27,7 +27,7 @@ pub use address::{Address, ParseAddressError};
 pub use control::{ControlLink, ReceiveError};
 pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError};
 pub use greeting::{
-    GREETING_MAX, GreetingError, connect, connect_all, connect_first, read_hello, reply,
+    GREETING_MAX, Greeting, GreetingError, connect, connect_all, connect_first, reply,
 };
 pub use listener::Listener;
 pub use rdma_link::{

@@ -1,11 +1,9 @@
 //! Listening for connections.
 
-use crate::stream::wait_any;
-use crate::{Address, SocketFile, Stream, Wake};
-use rustix::event::{PollFd, PollFlags};
+use crate::{Address, SocketFile, Stream};
 use std::io;
 use std::net::TcpListener;
-use std::time::Duration;
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// A bound socket that accepts connections.
 #[derive(Debug)]
@@ -45,20 +43,14 @@ impl Listener {
         })
     }
 
-    /// The next connection; `None` if `wake` is raised or `limit` passes first.
-    pub fn accept(&self, wake: &Wake, limit: Duration) -> io::Result<Option<Stream>> {
+    /// The next connection, if one is there; never waits.
+    pub fn try_accept(&self) -> io::Result<Option<Stream>> {
         let accepted = match &self.kind {
             Kind::Tcp(listener, _) => {
-                let mut fds =
-                    [PollFd::new(listener, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
-                wait_any(&mut fds, limit)?;
                 listener.accept().and_then(|(stream, _)| Stream::from_tcp(stream))
             }
             Kind::Unix(socket) => {
                 let listener = socket.listener();
-                let mut fds =
-                    [PollFd::new(listener, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
-                wait_any(&mut fds, limit)?;
                 listener.accept().and_then(|(stream, _)| Stream::from_unix(stream))
             }
         };
@@ -74,6 +66,15 @@ impl Listener {
                 | io::ErrorKind::Interrupted => Ok(None),
                 _ => Err(error),
             },
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.kind {
+            Kind::Tcp(listener, _) => listener.as_fd(),
+            Kind::Unix(socket) => socket.listener().as_fd(),
         }
     }
 }

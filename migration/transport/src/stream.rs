@@ -104,6 +104,15 @@ impl Stream {
         Ok(Stream { fd: self.fd.try_clone()? })
     }
 
+    /// The user who runs the peer, as the kernel knows it; `None` if it may be on another host.
+    pub fn peer_user(&self) -> Option<rustix::process::Uid> {
+        let domain = rustix::net::sockopt::socket_domain(&self.fd).ok()?;
+        if domain != rustix::net::AddressFamily::UNIX {
+            return None;
+        }
+        Some(rustix::net::sockopt::socket_peercred(&self.fd).ok()?.uid)
+    }
+
     /// The peer's address, if it has one of the network.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
         rustix::net::getpeername(&self.fd).ok()?.and_then(|address| address.try_into().ok())

@@ -7,9 +7,10 @@ use std::fmt;
 use std::path::PathBuf;
 
 /// What executes the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Accel {
     /// The kernel's virtual machines.
+    #[default]
     Kvm,
     /// Threads of this process; for the built-in program only.
     Threads,

@@ -7,11 +7,14 @@ use crate::devices::virtio::Devices;
 use crate::machine::{Machine, open_endpoint};
 use crate::phase::{Event, Phase};
 use crate::saved::{Description, SavedMachine};
+use crate::threads;
 use crate::vcpu::lock;
-use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, RunState, VmmError};
+use martlet_engine::{
+    BuildRequest, DestinationFactory, DestinationVmm, LoadFor, RunState, VmmError,
+};
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
-use martlet_units::{Instant, PageRange};
+use martlet_units::Instant;
 use martlet_vdpa::VdpaDevice;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,8 +26,10 @@ fn failed(action: impl Into<String>, reason: impl Into<String>) -> VmmError {
 /// What a destination is willing to build.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FactoryConfig {
-    /// What executes the guest; `None` for whatever executed it at the source.
-    pub accel: Option<Accel>,
+    /// What executes the guest. Threads only for who asks for them: such a guest is a part of this
+    /// process, so whoever sends one has its code run here. It is taken from a process of the same
+    /// user on this host, or from one that shows [`THREADS_KEY_VARIABLE`](crate::THREADS_KEY_VARIABLE).
+    pub accel: Accel,
     /// How dirty pages are found when the guest moves on.
     pub tracking: Tracking,
     /// Where the guest's serial port goes.
@@ -64,36 +69,34 @@ impl Factory {
         lock(&self.arrived).clone()
     }
 
-    fn check(&self, description: &Description, layout: &[PageRange]) -> Result<(), String> {
-        match self.config.accel {
-            Some(own) if own != description.accel => {
-                let source = description.accel;
-                return Err(format!("the guest runs on {source}, this destination on {own}"));
-            }
-            Some(_) | None => {}
+    fn check(&self, description: &Description, request: &BuildRequest<'_>) -> Result<(), String> {
+        let (own, source) = (self.config.accel, description.accel);
+        if own != source {
+            return Err(format!("the guest runs on {source}, this destination on {own}"));
         }
-        if description.memory != layout {
+        if description.memory != request.layout {
             return Err("the description's memory is not the migration's".into());
         }
-        Ok(())
+        match own {
+            Accel::Kvm => Ok(()),
+            Accel::Threads => threads::check_peer(&description.backend, request.peer),
+        }
     }
 }
 
 impl DestinationFactory for Factory {
-    fn build(
-        &self,
-        machine_description: &[u8],
-        layout: &[PageRange],
-    ) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError> {
         const ACTION: &str = "build the machine";
-        let description = Description::decode(machine_description)
+        let description = Description::decode(request.description)
             .map_err(|why| failed("read the machine's description", why))?;
-        self.check(&description, layout).map_err(|why| failed(ACTION, why))?;
+        self.check(&description, request).map_err(|why| failed(ACTION, why))?;
+        request.check_wanted()?;
         let endpoint = Arc::clone(&self.endpoint);
         let lease = self.devices.lend();
         let lease = lease.ok_or_else(|| failed(ACTION, "another guest has the network devices"))?;
         let machine = Machine::waiting(&description, self.config.tracking, endpoint, lease)
             .map_err(|error| failed(ACTION, error.to_string()))?;
+        request.check_wanted()?;
         let arrived = Arc::clone(&self.arrived);
         Ok(Arc::new(Incoming { machine: Arc::new(machine), arrived }))
     }

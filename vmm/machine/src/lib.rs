@@ -39,3 +39,4 @@ pub use config::{
 pub use destination::{Factory, FactoryConfig};
 pub use error::MachineError;
 pub use machine::{EndCause, GuestStatus, Machine, MachineInfo, OwnerError, kvm_is_usable};
+pub use threads::THREADS_KEY_VARIABLE;

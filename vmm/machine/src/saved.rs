@@ -14,6 +14,15 @@ const FORMAT: &str = "martlet-machine";
 /// The same for a machine with network cards: one who does not know them must not build it without.
 const FORMAT_WITH_NICS: &str = "martlet-machine with virtio-net";
 
+/// Decodes a peer's bytes, all of them.
+pub(crate) fn decode<'b, T: minicbor::Decode<'b, ()>>(bytes: &'b [u8]) -> Result<T, String> {
+    let end = martlet_wire::cbor::check_nesting(bytes).map_err(|error| error.to_string())?;
+    if end != bytes.len() {
+        return Err(format!("{} bytes behind its end", bytes.len() - end));
+    }
+    minicbor::decode(bytes).map_err(|error| error.to_string())
+}
+
 /// What a destination must build.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
@@ -80,7 +89,7 @@ impl Description {
 
     /// Reads a peer's bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Description, String> {
-        let saved: SavedDescription = minicbor::decode(bytes).map_err(|error| error.to_string())?;
+        let saved: SavedDescription = decode(bytes)?;
         if saved.format != FORMAT && saved.format != FORMAT_WITH_NICS {
             return Err(format!("a machine of another kind ({:?})", limited(&saved.format)));
         }
@@ -140,13 +149,7 @@ impl SavedMachine {
 
     /// Reads a peer's bytes; all of them.
     pub(crate) fn decode(bytes: &[u8]) -> Result<SavedMachine, String> {
-        let mut decoder = minicbor::Decoder::new(bytes);
-        let saved = decoder.decode().map_err(|error: minicbor::decode::Error| error.to_string())?;
-        if decoder.position() == bytes.len() {
-            Ok(saved)
-        } else {
-            Err(format!("{} bytes behind its end", bytes.len() - decoder.position()))
-        }
+        decode(bytes)
     }
 }
 

@@ -3,8 +3,13 @@
 //!
 //! [`wire`] speaks the protocol by itself. A new case goes into the file of its subject.
 
+mod attempt;
+mod connections;
+mod floods;
+mod promises;
 #[path = "../support/mod.rs"]
 mod support;
+mod threads;
 mod turned_away;
 #[allow(dead_code, reason = "it speaks more than the cases of today say")]
 mod wire;

@@ -78,6 +78,17 @@ pub(crate) fn barrier(round: u32) -> [u8; BARRIER_BYTES] {
     bytes
 }
 
+/// A frame of pages: so many at the start of the first region, which are zero.
+pub(crate) fn pages_of_zeros(count: u32) -> Vec<u8> {
+    let mut bytes = vec![0; 32 + 16];
+    bytes[..4].copy_from_slice(b"mPGS");
+    bytes[4] = 1;
+    bytes[12] = 1;
+    bytes[34] = 2;
+    bytes[36..40].copy_from_slice(&count.to_le_bytes());
+    bytes
+}
+
 /// CBOR (RFC 8949), as far as messages use it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {

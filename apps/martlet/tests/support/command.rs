@@ -1,6 +1,10 @@
 //! The built command, run as its users run it.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "accel.rs"]
+mod accel;
+
+use accel::{THREADS_KEY, accel};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
@@ -99,6 +103,7 @@ pub(crate) fn start_command(
     command: &mut Command,
     stderr: Stdio,
 ) -> Process {
+    command.args(accel(arguments)).env("MARTLET_THREADS_KEY", THREADS_KEY);
     command.args(["--control", control]).stdout(Stdio::null()).stderr(stderr);
     let mut process = Process(command.spawn().expect("the command starts"));
     let deadline = Instant::now() + LIMIT;

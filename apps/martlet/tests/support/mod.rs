@@ -1,6 +1,7 @@
 //! What the tests with real processes share: processes, their control sockets, a folder for both.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod accel;
 pub(crate) mod process;
 pub(crate) mod qmp;
 

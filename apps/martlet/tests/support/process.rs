@@ -1,5 +1,6 @@
 //! A martlet process: started, asked, killed.
 
+use super::accel::{THREADS_KEY, accel};
 use super::qmp::{Qmp, Trouble};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
@@ -93,6 +94,8 @@ impl Process {
         let failed = |e: std::io::Error| format!("cannot start a process: {e}");
         let child = Command::new(env!("CARGO_BIN_EXE_martlet"))
             .args(arguments)
+            .args(accel(arguments))
+            .env("MARTLET_THREADS_KEY", THREADS_KEY)
             .arg("--control")
             .arg(&control)
             .args(["--parent", &std::process::id().to_string()])

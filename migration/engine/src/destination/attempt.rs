@@ -1,23 +1,29 @@
-//! One attempt to move a guest here: does what the protocol's machine says.
+//! One attempt to move a guest here: does what the protocol's machine says. Its thread waits for
+//! nothing but events, and takes a bounded number of them before it looks at the time.
+
+mod building;
+mod guest;
 
 use super::events::Event;
 use super::intake::{Intake, Look};
 use super::shared::Shared;
 use crate::mailbox::Mailbox;
-use crate::{DestinationVmm, LoadFor, RunState, host};
+use crate::{DestinationVmm, LoadFor, Peer, host};
+use building::Builder;
+use guest::HEARTBEAT_INTERVAL;
 use martlet_protocol::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
-    RunPermit,
+    DestinationPhase, Ledger,
 };
 use martlet_ram::Placer;
 use martlet_transport::{ControlLink, ReceiveError, Stream, monotonic_now, wait_any};
-use martlet_units::{Gfn, Instant, PageCount, PageRange};
-use martlet_wire::control::{Alive, DEVICES_MAX, DevicesAlive, Setup};
+use martlet_units::Instant;
+use martlet_wire::control::{Abandon, Control, DevicesAlive, Fate};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::{info, warn};
+use tracing::{error, info};
 
 /// The thread stays awake this long for a blackout that was announced.
 const AWAKE_MAX: Duration = Duration::from_millis(200);
@@ -32,36 +38,44 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// the protocol never has so many on the way.
 const MESSAGES_AT_ONCE: usize = 64;
 
-/// How long a guest may take to its first heartbeat before the source is told that it has none.
-const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
+/// Answers that may wait for the source to take them. All that a destination ever says to one that
+/// keeps to the protocol is shorter.
+const UNSENT_BYTES_MAX: usize = 64 << 10;
 
-/// How long cards may take to their first frames behind that. A card with nothing to do has none.
-const FRAMES_MAX: Duration = Duration::from_millis(100);
-
-/// How often the first heartbeat is looked for: it is only reported, nobody waits for it.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(1);
+/// How long an attempt that is over waits for the source to take its last words.
+const FAREWELL_MAX: Duration = Duration::from_secs(1);
 
 /// Serves a source until its guest has arrived or the attempt has failed.
-pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailbox<Event>>) {
+pub(super) fn run(
+    control: ControlLink,
+    ledger: Ledger,
+    shared: &Arc<Shared>,
+    events: &Arc<Mailbox<Event>>,
+) {
     let token = match host::random_id() {
         Ok(token) => token,
         Err(error) => {
-            return shared.end_attempt(Err(format!("the host gives no random bytes: {error}")));
+            let reason = format!("the host gives no random bytes: {error}");
+            return shared.end_attempt(None, Err(reason));
         }
     };
     let config = DestinationConfig { token, clock_key: host::clock_key() };
+    let now = monotonic_now();
     let mut attempt = Attempt {
         shared: Arc::clone(shared),
-        machine: Destination::new(monotonic_now(), config, shared.take_ledger()),
+        machine: Destination::new(now, config, ledger),
+        peer: Peer::of(control.stream()),
         control,
         control_open: true,
         events: Arc::clone(events),
         pending: VecDeque::new(),
+        looked_at: now,
+        is_decided: false,
+        builder: None,
         vmm: None,
         token,
         joined: Vec::new(),
         intake: None,
-        barriers: Vec::new(),
         awake_until: None,
         awake_bytes: 0,
         loading: None,
@@ -71,26 +85,33 @@ pub(super) fn run(control: ControlLink, shared: &Arc<Shared>, events: &Arc<Mailb
         cpu_before: host::process_cpu(),
         outcome: None,
     };
-    attempt.serve();
-    attempt.end();
+    match host::guarded(|| attempt.serve()) {
+        Ok(()) => attempt.end(),
+        Err(panic) => attempt.end_by_panic(panic),
+    }
 }
 
 struct Attempt {
     shared: Arc<Shared>,
     machine: Destination,
+    peer: Peer,
     control: ControlLink,
     /// Cleared once the control connection broke: it stays readable for ever then.
     control_open: bool,
     events: Arc<Mailbox<Event>>,
     pending: VecDeque<DestinationEvent>,
+    /// When the thread last looked whether something had come.
+    looked_at: Instant,
+    /// Who asks is told what became of it.
+    is_decided: bool,
+    /// The thread that builds the machine.
+    builder: Option<Builder>,
     vmm: Option<Arc<dyn DestinationVmm>>,
     /// What the channels show.
     token: [u8; 16],
     /// Channels by number; `None` until they join.
     joined: Vec<Option<Stream>>,
     intake: Option<Intake>,
-    /// The last round that each channel finished.
-    barriers: Vec<Option<u32>>,
     /// Set while the thread waits without sleeping.
     awake_until: Option<Instant>,
     awake_bytes: u64,
@@ -113,7 +134,11 @@ impl Attempt {
             if self.outcome.is_some() {
                 return;
             }
-            if !self.pending.is_empty() {
+            // What had come by the last look has been acted on: it counts first, however late this
+            // thread is. What comes without end does not hold the time up.
+            let now = self.looked_at;
+            if self.machine.poll_timeout().is_some_and(|at| at <= now) {
+                self.machine.on_timeout(monotonic_now());
                 continue;
             }
             if self.awake_until.is_some() {
@@ -121,12 +146,7 @@ impl Attempt {
             } else {
                 self.sleep()
             }
-            let now = monotonic_now();
-            // What came in counts first, however late this thread is.
-            if self.pending.is_empty() && self.machine.poll_timeout().is_some_and(|at| at <= now) {
-                self.machine.on_timeout(now);
-            }
-            self.look_for_heartbeat(now);
+            self.look_for_heartbeat(monotonic_now());
         }
     }
 
@@ -138,6 +158,24 @@ impl Attempt {
             self.read_control();
             self.lose_control(error.to_string());
         }
+        if self.control.unsent() > UNSENT_BYTES_MAX {
+            self.lose_control("the source takes no messages".to_owned());
+        }
+        self.show_fate();
+    }
+
+    /// Tells those who ask, and the owner, as soon as it is decided what becomes of the guest.
+    /// Behind the flush: the source comes first.
+    fn show_fate(&mut self) {
+        if self.is_decided {
+            return;
+        }
+        let Some(migration) = self.machine.migration() else { return };
+        let fate = self.machine.fate(migration);
+        if fate != Fate::Pending {
+            self.is_decided = true;
+            self.shared.decide(fate);
+        }
     }
 
     fn act(&mut self) {
@@ -146,7 +184,11 @@ impl Attempt {
                 self.perform(action);
             }
             match self.pending.pop_front() {
-                Some(event) => self.machine.on_event(monotonic_now(), event),
+                Some(event) => {
+                    self.machine.on_event(monotonic_now(), event);
+                    let committing = self.machine.phase() == DestinationPhase::Committing;
+                    self.shared.set_committing(committing);
+                }
                 None => return,
             }
         }
@@ -166,11 +208,15 @@ impl Attempt {
 
     fn perform(&mut self, action: DestinationAction) {
         match action {
-            DestinationAction::Send(message) => self.control.queue(&message),
-            DestinationAction::Build(setup) => self.build(&setup),
+            DestinationAction::Send(message) => {
+                if let (Control::RoundReceived(received), Some(intake)) = (&message, &self.intake) {
+                    intake.tell_round(received.round);
+                }
+                self.control.queue(&message);
+            }
+            DestinationAction::Build(setup) => self.build(setup),
             DestinationAction::AcceptChannels { count, token } => {
                 self.joined = (0..count).map(|_| None).collect();
-                self.barriers = vec![None; usize::from(count)];
                 self.shared.await_channels(count, token);
             }
             DestinationAction::LoadState { bytes, rehearsal, clock } => {
@@ -184,33 +230,6 @@ impl Attempt {
             DestinationAction::Discard => self.discard(),
             DestinationAction::Finish(outcome) => self.outcome = Some(outcome),
         }
-    }
-
-    fn build(&mut self, setup: &Setup) {
-        let event = match self.try_build(setup) {
-            Ok(vmm) => {
-                self.vmm = Some(vmm);
-                DestinationEvent::Built
-            }
-            Err(reason) => DestinationEvent::BuildFailed { reason },
-        };
-        self.tell(event);
-    }
-
-    fn try_build(&self, setup: &Setup) -> Result<Arc<dyn DestinationVmm>, String> {
-        let layout: Option<Vec<PageRange>> = setup
-            .regions
-            .iter()
-            .map(|range| PageRange::try_new(Gfn(range.start_gfn), PageCount(range.pages)))
-            .collect();
-        let layout = layout.ok_or("the source describes memory outside the address space")?;
-        let vmm = self
-            .shared
-            .factory
-            .build(&setup.machine, &layout)
-            .map_err(|error| error.to_string())?;
-        assert!(vmm.ram().layout() == layout, "the factory builds what it is told to");
-        Ok(vmm)
     }
 
     fn on_joined(&mut self, channel: u16, stream: Stream) {
@@ -228,7 +247,8 @@ impl Attempt {
     }
 
     fn on_rdma_joined(&mut self, stream: Stream) {
-        let (Some(vmm), Some(accept)) = (&self.vmm, self.shared.rdma) else { return };
+        let Some(vmm) = &self.vmm else { return };
+        let accept = self.shared.options.rdma;
         self.joined.clear();
         let (ram, token) = (vmm.ram(), self.token);
         let intake = Intake::start_rdma(stream, &ram, &accept, token, &self.events);
@@ -248,150 +268,20 @@ impl Attempt {
         }
     }
 
-    fn on_barrier(&mut self, channel: u16, round: u32) {
-        if let Some(passed) = self.barriers.get_mut(usize::from(channel)) {
-            *passed = Some(round);
-        }
-        if self.barriers.iter().all(|passed| *passed == Some(round)) {
-            self.tell(DestinationEvent::RoundReceived { round });
-        }
-    }
-
-    fn load_state(&mut self, bytes: &[u8], what_for: LoadFor) {
-        let Some(vmm) = &self.vmm else { return };
-        let begin = monotonic_now();
-        let loaded = vmm.load_state(bytes, what_for);
-        let end = monotonic_now();
-        self.loading = Some((begin, end));
-        let event = match loaded {
-            Ok(start) => DestinationEvent::StateLoaded {
-                load_ns: nanos(end.since(begin)),
-                start_ns: nanos(start),
-            },
-            Err(error) => DestinationEvent::LoadFailed { reason: error.to_string() },
-        };
-        self.tell(event);
-    }
-
-    /// The blackout is near: this thread and the vCPUs' stay awake.
-    fn arm(&mut self) {
-        if let Some(vmm) = &self.vmm {
-            vmm.arm(AWAKE_MAX);
-        }
-        if let Some(intake) = &self.intake {
-            intake.take_over();
-            self.awake_bytes = intake.bytes();
-            self.awake_until = Some(monotonic_now().after(AWAKE_MAX));
-        }
-    }
-
-    fn fall_asleep(&mut self) {
-        if self.awake_until.take().is_some()
-            && let Some(intake) = &self.intake
-        {
-            intake.give_back();
-        }
-    }
-
-    /// On a thread of its own: this one has to answer meanwhile.
-    fn digest(&mut self) {
-        let Some(vmm) = &self.vmm else { return };
-        let (ram, events) = (vmm.ram(), Arc::clone(&self.events));
-        let computing = host::spawn("martlet-digest", move || {
-            events.post(Event::Digested(ram.digest()));
-        });
-        if let Err(error) = computing {
-            self.digest_failed(&error);
-        }
-    }
-
-    fn digest_failed(&mut self, error: &std::io::Error) {
-        let reason = format!("cannot digest guest memory: {error}");
-        self.tell(DestinationEvent::LoadFailed { reason });
-    }
-
-    fn start(&mut self, permit: RunPermit, running: bool) {
-        let vmm = self.vmm.as_ref().expect("a start follows a successful build");
-        let state = if running { RunState::Running } else { RunState::Paused };
-        // Whatever a peer still sends, it must not land in the memory of a guest that runs.
-        if let Some(intake) = &self.intake {
-            intake.close();
-        }
-        // Before the call: once the vCPUs run, this thread may have to wait for a core.
-        let now = monotonic_now();
-        vmm.start(permit, state);
-        self.tell(DestinationEvent::Started { at: now });
-        self.fall_asleep();
-        self.devices_wait = true;
-        self.heartbeat_until = Some(if running { now.after(HEARTBEAT_MAX) } else { now });
-    }
-
-    /// Once the source knows that the guest runs. Blocks for some milliseconds: the cards of a
-    /// running guest wait for nothing else.
-    fn resume_devices(&mut self) {
-        if !std::mem::take(&mut self.devices_wait) {
-            return;
-        }
-        let Some(vmm) = &self.vmm else { return };
-        let begin = monotonic_now();
-        let trouble = vmm.resume_devices().err().map(|error| crate::chain(&error));
-        if let Some(trouble) = &trouble {
-            warn!(%trouble, "a device does not work here");
-        }
-        let cards = vmm.first_frames().len().min(DEVICES_MAX);
-        if cards > 0 || trouble.is_some() {
-            self.devices = Some(DevicesAlive {
-                resume_begin_ns: begin.0,
-                resume_end_ns: monotonic_now().0,
-                first_frames_ns: vec![None; cards],
-                trouble,
-            });
-        }
-    }
-
-    fn look_for_heartbeat(&mut self, now: Instant) {
-        let Some(until) = self.heartbeat_until else { return };
-        let Some(vmm) = &self.vmm else { return };
-        let first = vmm.first_heartbeat();
-        let mut heard_all = first.is_some();
-        // The heartbeat is worth a long wait, frames are not.
-        let frames_until = self.devices.as_ref().map(|devices| devices.resume_end_ns);
-        let late = frames_until.is_some_and(|end| now >= Instant(end).after(FRAMES_MAX));
-        if let Some(devices) = &mut self.devices {
-            for (known, frame) in devices.first_frames_ns.iter_mut().zip(vmm.first_frames()) {
-                *known = frame.map(|moment| moment.0);
-                heard_all &= frame.is_some();
-            }
-        }
-        if heard_all || (first.is_some() && late) || now >= until {
-            self.report_alive(first);
-        }
-    }
-
-    fn report_alive(&mut self, first: Option<Instant>) {
-        self.heartbeat_until = None;
-        let cpu = host::process_cpu().saturating_sub(self.cpu_before);
-        let devices = self.devices.take();
-        self.tell(DestinationEvent::Alive(Alive {
-            first_heartbeat_ns: first.map(|moment| moment.0),
-            cpu_ns: nanos(cpu),
-            load_begin_ns: self.loading.map(|(begin, _)| begin.0),
-            load_end_ns: self.loading.map(|(_, end)| end.0),
-            devices,
-            wall_clock_ns: Some(host::wall_clock_ns()),
-        }));
-    }
-
     fn discard(&mut self) {
         self.fall_asleep();
         self.intake = None;
         self.joined.clear();
         self.vmm = None;
+        if let Some(builder) = &self.builder {
+            builder.cancel();
+        }
     }
 
     /// Waits without sleeping: looks at every channel, the control connection and the mailbox,
     /// and yields the core when nothing was there.
     fn look_around(&mut self) {
+        self.looked_at = monotonic_now();
         let look = self.intake.as_ref().map_or(Look::Idle, Intake::look);
         let heard = self.read_control();
         let events = self.take_events();
@@ -422,6 +312,7 @@ impl Attempt {
             let reason = format!("cannot wait for events: {error}");
             return self.tell(DestinationEvent::Cancel { reason });
         }
+        self.looked_at = monotonic_now();
         self.take_events();
         self.read_control();
     }
@@ -431,17 +322,16 @@ impl Attempt {
         while let Some(event) = self.events.take() {
             any = true;
             match event {
+                Event::Built(built) => self.on_built(built),
                 Event::ChannelJoined { channel, stream } => self.on_joined(channel, stream),
                 Event::RdmaJoined { stream } => self.on_rdma_joined(stream),
-                Event::BarrierPassed { channel, round } => self.on_barrier(channel, round),
+                Event::RoundReceived { round } => {
+                    self.tell(DestinationEvent::RoundReceived { round });
+                }
                 Event::Digested(Ok(digest)) => self.tell(DestinationEvent::OwnDigest(digest)),
                 Event::Digested(Err(error)) => self.digest_failed(&error),
-                Event::ChannelLost { channel, reason } => {
-                    let last_barrier = self.barriers.get(usize::from(channel)).copied().flatten();
+                Event::ChannelLost { last_barrier, reason } => {
                     self.tell(DestinationEvent::ChannelLost { last_barrier, reason });
-                }
-                Event::Query { migration, answer } => {
-                    let _ = answer.send(self.machine.answer(migration));
                 }
                 Event::Stop => {
                     let reason = "the destination was told to stop".to_owned();
@@ -494,16 +384,58 @@ impl Attempt {
             Some(DestinationOutcome::Abandoned { reason }) => {
                 let reason = crate::chain(&reason);
                 info!(%reason, "the migration was abandoned");
-                self.discard();
+                self.leave();
                 Err(reason)
             }
             None => unreachable!("an attempt is served until it has an outcome"),
         };
-        self.shared.put_ledger(self.machine.into_ledger());
-        self.shared.end_attempt(end);
+        self.say_farewell();
+        self.shared.end_attempt(Some(self.machine.into_ledger()), end);
     }
-}
 
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+    /// This thread panicked. A guest that was to run is started, whatever else went wrong; what was
+    /// not yet to run never will, and the source is told so. The next source is served.
+    fn end_by_panic(mut self, panic: String) {
+        let reason = panic;
+        error!(%reason, "an attempt to take a guest in ended");
+        while let Some(action) = self.machine.poll_action() {
+            if let DestinationAction::Start { permit, running } = action
+                && let Err(again) = host::guarded(|| self.start(permit, running))
+            {
+                error!(reason = again, "the guest could not be started");
+            }
+        }
+        let arrived = self.machine.has_made_permit();
+        if !arrived {
+            self.control.queue(&Control::Abandon(Abandon::because(&reason)));
+            if let Err(again) = host::guarded(|| self.leave()) {
+                error!(reason = again, "while the machine was dropped");
+            }
+        }
+        self.say_farewell();
+        let end = if arrived { Ok(()) } else { Err(reason) };
+        self.shared.end_attempt(Some(self.machine.give_up()), end);
+    }
+
+    /// Drops everything that was built, and what is still being built: the next attempt may need
+    /// its place.
+    fn leave(&mut self) {
+        self.discard();
+        if let Some(builder) = self.builder.take() {
+            builder.join();
+        }
+        while self.events.take().is_some() {}
+    }
+
+    /// The last words are worth a short wait: a refusal gives the guest back.
+    fn say_farewell(&mut self) {
+        let until = monotonic_now().after(FAREWELL_MAX);
+        while self.control.flush().is_ok() && self.control.unsent() > 0 {
+            let left = until.since(monotonic_now());
+            let mut fds = [PollFd::new(&self.control, PollFlags::OUT)];
+            if left.is_zero() || !wait_any(&mut fds, left).unwrap_or(false) {
+                return;
+            }
+        }
+    }
 }

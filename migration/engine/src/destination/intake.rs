@@ -52,6 +52,14 @@ impl Intake {
         }
     }
 
+    /// The source is being told that a round is in.
+    pub(super) fn tell_round(&self, round: u32) {
+        match self {
+            Intake::Pages(intake) => intake.tell_round(round),
+            Intake::Rdma(intake) => intake.tell_round(round),
+        }
+    }
+
     /// Gives the channels back to their threads.
     pub(super) fn give_back(&self) {
         match self {

@@ -7,10 +7,11 @@
 
 use super::events::Event;
 use super::intake::Look;
+use super::rounds::RoundCount;
 use crate::host;
 use crate::mailbox::Mailbox;
 use martlet_ram::Placer;
-use martlet_transport::{Arrival, PageReceiver, Stream, Wake, wait_any};
+use martlet_transport::{Arrival, PageReceiver, PagesReceiveError, Stream, Wake, wait_any};
 use rustix::event::{PollFd, PollFlags};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,6 +21,11 @@ use std::time::Duration;
 
 /// A waiting thread looks this often whether it should stop.
 const WAIT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Bytes that are taken from a channel before whoever takes them looks up: some frames.
+const BYTES_AT_ONCE: u64 = 4 << 20;
+/// Reads for them. A peer that sends crumbs does not get more.
+const READS_AT_ONCE: usize = 512;
 
 /// What all channels share.
 struct Common {
@@ -31,10 +37,25 @@ struct Common {
     wake: Wake,
     stop: AtomicBool,
     bytes: AtomicU64,
+    rounds: RoundCount,
+}
+
+/// A channel as it is read.
+struct Reading {
+    receiver: PageReceiver,
+    /// The round whose barrier comes next.
+    next_round: u32,
+}
+
+/// Whether a channel has more.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    Nothing,
+    Perhaps,
 }
 
 struct Channel {
-    receiver: Mutex<PageReceiver>,
+    reading: Mutex<Reading>,
     breaker: Stream,
     number: u16,
 }
@@ -59,15 +80,21 @@ impl PageIntake {
             wake: Wake::new()?,
             stop: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
+            rounds: RoundCount::new(streams.len()),
         });
         let mut intake = PageIntake { common, channels: Vec::new(), threads: Vec::new() };
         for (number, stream) in (0..).zip(streams) {
             let breaker = stream.try_clone()?;
-            let receiver = Mutex::new(PageReceiver::new(stream, Arc::clone(placer))?);
-            let channel = Arc::new(Channel { receiver, breaker, number });
+            let receiver = PageReceiver::new(stream, Arc::clone(placer))?;
+            let reading = Mutex::new(Reading { receiver, next_round: 0 });
+            let channel = Arc::new(Channel { reading, breaker, number });
             intake.channels.push(Arc::clone(&channel));
             let common = Arc::clone(&intake.common);
-            let thread = host::spawn("martlet-recv", move || run(&channel, &common))?;
+            let thread = host::spawn("martlet-recv", move || {
+                if let Err(panic) = host::guarded(|| run(&channel, &common)) {
+                    lose(&channel, &common, None, &panic);
+                }
+            })?;
             intake.threads.push(thread);
         }
         Ok(intake)
@@ -78,8 +105,12 @@ impl PageIntake {
         *self.taken_over() = true;
         self.common.wake.raise();
         for channel in &self.channels {
-            drop(lock(&channel.receiver));
+            drop(lock(&channel.reading));
         }
+    }
+
+    pub(super) fn tell_round(&self, round: u32) {
+        self.common.rounds.tell(round);
     }
 
     /// Gives the channels back to their threads.
@@ -93,12 +124,11 @@ impl PageIntake {
     pub(super) fn look(&self) -> Look {
         let mut seen = Look::Idle;
         for channel in &self.channels {
-            if let Some(mut receiver) = channel.receiver.try_lock().ok()
-                && !receiver.is_finished()
+            if let Some(mut reading) = channel.reading.try_lock().ok()
+                && !reading.receiver.is_finished()
             {
                 let before = self.common.bytes.load(Ordering::Relaxed);
-                let result = drain(channel, &mut receiver, &self.common);
-                finish_on_error(channel, &mut receiver, &self.common, result);
+                drain_or_finish(channel, &mut reading, &self.common);
                 if self.common.bytes.load(Ordering::Relaxed) != before {
                     seen = Look::Busy;
                 }
@@ -109,7 +139,7 @@ impl PageIntake {
 
     /// Reads nothing more, whoever would: returns when nobody does.
     pub(super) fn close(&self) {
-        self.channels.iter().for_each(|channel| lock(&channel.receiver).finish());
+        self.channels.iter().for_each(|channel| lock(&channel.reading).receiver.finish());
     }
 
     /// Bytes received on all channels.
@@ -144,59 +174,72 @@ fn run(channel: &Channel, common: &Common) {
         while *taken_over && !common.stop.load(Ordering::Relaxed) {
             taken_over = common.given_back.wait(taken_over).unwrap_or_else(PoisonError::into_inner);
         }
-        // Taking the receiver before letting go of the flag: `take_over` then waits for us.
-        let mut receiver = lock(&channel.receiver);
+        // Taking the channel before letting go of the flag: `take_over` then waits for us.
+        let mut reading = lock(&channel.reading);
         drop(taken_over);
-        if !receiver.is_finished() {
-            let result = drain(channel, &mut receiver, common);
-            finish_on_error(channel, &mut receiver, common, result);
-        }
-        if receiver.is_finished() {
+        let rest = drain_or_finish(channel, &mut reading, common);
+        if reading.receiver.is_finished() {
             return;
         }
-        drop(receiver);
+        drop(reading);
+        if rest == Rest::Perhaps {
+            continue;
+        }
         let mut fds = [
             PollFd::new(&channel.breaker, PollFlags::IN),
             PollFd::new(&common.wake, PollFlags::IN),
         ];
-        if wait_any(&mut fds, WAIT_INTERVAL).is_err() {
-            return;
+        if let Err(error) = wait_any(&mut fds, WAIT_INTERVAL) {
+            return lose(channel, common, None, &format!("cannot wait for it: {error}"));
         }
     }
 }
 
-/// Reads frames until nothing more is there.
-fn drain(
-    channel: &Channel,
-    receiver: &mut PageReceiver,
-    common: &Common,
-) -> Result<(), martlet_transport::PagesReceiveError> {
-    loop {
-        match receiver.advance()? {
-            Arrival::Nothing => return Ok(()),
+/// Reads what is there, but not without end. A channel that broke is told of and finished.
+fn drain_or_finish(channel: &Channel, reading: &mut Reading, common: &Common) -> Rest {
+    if reading.receiver.is_finished() {
+        return Rest::Nothing;
+    }
+    match drain(reading, common) {
+        Ok(rest) => rest,
+        Err(reason) => {
+            reading.receiver.finish();
+            lose(channel, common, reading.next_round.checked_sub(1), &reason);
+            Rest::Nothing
+        }
+    }
+}
+
+fn drain(reading: &mut Reading, common: &Common) -> Result<Rest, String> {
+    let mut taken = 0;
+    for _ in 0..READS_AT_ONCE {
+        match reading.receiver.advance().map_err(|error: PagesReceiveError| error.to_string())? {
+            Arrival::Nothing => return Ok(Rest::Nothing),
             Arrival::Bytes(bytes) => {
                 common.bytes.fetch_add(bytes.0, Ordering::Relaxed);
+                taken += bytes.0;
             }
             Arrival::Barrier { round } => {
                 common.bytes.fetch_add(1, Ordering::Relaxed);
-                common.events.post(Event::BarrierPassed { channel: channel.number, round });
+                let is_in = common.rounds.pass(reading.next_round, round);
+                let is_in = is_in.map_err(|why| format!("the peer broke the protocol: {why}"))?;
+                reading.next_round = round.saturating_add(1);
+                if is_in {
+                    common.events.post(Event::RoundReceived { round });
+                }
             }
         }
+        if taken >= BYTES_AT_ONCE {
+            break;
+        }
     }
+    Ok(Rest::Perhaps)
 }
 
-fn finish_on_error(
-    channel: &Channel,
-    receiver: &mut PageReceiver,
-    common: &Common,
-    result: Result<(), martlet_transport::PagesReceiveError>,
-) {
-    if let Err(error) = result {
-        receiver.finish();
-        if !common.stop.load(Ordering::Relaxed) {
-            let reason = format!("data channel {}: {error}", channel.number);
-            common.events.post(Event::ChannelLost { channel: channel.number, reason });
-        }
+fn lose(channel: &Channel, common: &Common, last_barrier: Option<u32>, why: &str) {
+    if !common.stop.load(Ordering::Relaxed) {
+        let reason = format!("data channel {}: {why}", channel.number);
+        common.events.post(Event::ChannelLost { last_barrier, reason });
     }
 }
 

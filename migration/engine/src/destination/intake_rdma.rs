@@ -5,11 +5,12 @@
 
 use super::events::Event;
 use super::intake::Look;
+use super::rounds::RoundCount;
 use crate::host;
 use crate::mailbox::Mailbox;
 use martlet_ram::{GuestRam, Placer};
 use martlet_transport::{RdmaAccept, RdmaReceiver, Received, Stream, Wake};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -27,6 +28,9 @@ struct Common {
     wake: Wake,
     stop: AtomicBool,
     bytes: AtomicU64,
+    rounds: RoundCount,
+    /// The round that comes next.
+    next_round: AtomicU32,
     receiver: Mutex<RdmaReceiver>,
     breaker: Stream,
 }
@@ -55,11 +59,17 @@ impl RdmaIntake {
             wake: Wake::new().map_err(|error| error.to_string())?,
             stop: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
+            rounds: RoundCount::new(1),
+            next_round: AtomicU32::new(0),
             receiver: Mutex::new(receiver),
             breaker,
         });
         let body = Arc::clone(&common);
-        let thread = host::spawn("martlet-rdma", move || run(&body));
+        let thread = host::spawn("martlet-rdma", move || {
+            if let Err(panic) = host::guarded(|| run(&body)) {
+                lose(&body, &panic);
+            }
+        });
         let thread = Some(thread.map_err(|error| error.to_string())?);
         Ok(RdmaIntake { common, thread })
     }
@@ -68,6 +78,10 @@ impl RdmaIntake {
         *lock(&self.common.taken_over) = true;
         self.common.wake.raise();
         drop(lock(&self.common.receiver));
+    }
+
+    pub(super) fn tell_round(&self, round: u32) {
+        self.common.rounds.tell(round);
     }
 
     pub(super) fn give_back(&self) {
@@ -105,11 +119,18 @@ impl Drop for RdmaIntake {
 
 /// Does what there is to do; whether there was anything.
 fn step(common: &Common, receiver: &mut RdmaReceiver) -> bool {
-    let stepped = receiver.step();
+    let mut stepped = receiver.step();
     while let Some(said) = receiver.take() {
         match said {
             Received::Round { round } => {
-                common.events.post(Event::BarrierPassed { channel: 0, round });
+                let next = common.next_round.load(Ordering::Relaxed);
+                match common.rounds.pass(next, round) {
+                    Ok(_) => {
+                        common.next_round.store(next + 1, Ordering::Relaxed);
+                        common.events.post(Event::RoundReceived { round });
+                    }
+                    Err(why) => stepped = Err(format!("the peer broke the protocol: {why}")),
+                }
             }
             Received::FellBack { reason } => {
                 warn!(%reason, "RDMA ended; the rest comes over the connection");
@@ -120,12 +141,18 @@ fn step(common: &Common, receiver: &mut RdmaReceiver) -> bool {
     match stepped {
         Ok(busy) => busy,
         Err(reason) => {
-            if !common.stop.load(Ordering::Relaxed) {
-                let reason = format!("RDMA: {reason}");
-                common.events.post(Event::ChannelLost { channel: 0, reason });
-            }
+            lose(common, &reason);
             true
         }
+    }
+}
+
+fn lose(common: &Common, why: &str) {
+    // Once: nothing behind it is of interest, and the thread ends.
+    if !common.stop.swap(true, Ordering::Relaxed) {
+        let last_barrier = common.next_round.load(Ordering::Relaxed).checked_sub(1);
+        let reason = format!("RDMA: {why}");
+        common.events.post(Event::ChannelLost { last_barrier, reason });
     }
 }
 

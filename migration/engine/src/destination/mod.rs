@@ -1,15 +1,17 @@
 //! Taking a guest in.
 
 mod attempt;
-mod door;
 mod events;
 mod intake;
 mod intake_pages;
 mod intake_rdma;
+mod listening;
+mod rounds;
 mod shared;
 
 use crate::{DestinationFactory, host};
 use martlet_transport::{Address, Listener, RdmaAccept};
+use martlet_units::ByteCount;
 use shared::Shared;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,6 +32,21 @@ pub enum ReceiveStatus {
     Stopped,
 }
 
+/// What a destination takes.
+#[derive(Clone, Copy, Debug)]
+pub struct ReceiveOptions {
+    /// What may come by RDMA, at an address `rdma:`.
+    pub rdma: RdmaAccept,
+    /// Most memory that a guest may have. By default what this host has.
+    pub memory_max: ByteCount,
+}
+
+impl Default for ReceiveOptions {
+    fn default() -> ReceiveOptions {
+        ReceiveOptions { rdma: RdmaAccept::default(), memory_max: host::memory() }
+    }
+}
+
 /// Listens for one guest on threads of its own. A failed attempt frees everything it built, and
 /// the next one is taken. After the arrival it goes on to answer `resolve` queries, until
 /// [`Receiver::stop`] or the process ends. All clones are the same receiver.
@@ -46,21 +63,21 @@ impl Receiver {
         listen: &Address,
         factory: Arc<dyn DestinationFactory>,
     ) -> std::io::Result<Receiver> {
-        Receiver::start_with(listen, factory, RdmaAccept::default())
+        Receiver::start_with(listen, factory, ReceiveOptions::default())
     }
 
-    /// As [`Receiver::start`], with limits for RDMA.
+    /// As [`Receiver::start`], with limits.
     pub fn start_with(
         listen: &Address,
         factory: Arc<dyn DestinationFactory>,
-        rdma: RdmaAccept,
+        options: ReceiveOptions,
     ) -> std::io::Result<Receiver> {
-        let rdma = matches!(listen, Address::Rdma { .. }).then_some(rdma);
+        let takes_rdma = matches!(listen, Address::Rdma { .. });
         let listener = Listener::bind(listen)?;
         let address = listener.address()?;
-        let shared = Arc::new(Shared::new(factory, rdma)?);
-        let door = Arc::clone(&shared);
-        host::spawn("martlet-listen", move || door::run(&listener, &door))?;
+        let shared = Arc::new(Shared::new(factory, options, takes_rdma)?);
+        let served = Arc::clone(&shared);
+        host::spawn("martlet-listen", move || listening::run(&listener, &served))?;
         Ok(Receiver { shared, address })
     }
 
@@ -79,7 +96,15 @@ impl Receiver {
         self.shared.wait(timeout)
     }
 
-    /// Stops listening; an attempt before its commit is abandoned.
+    /// Whether a commit is here that is neither acted on nor refused: its source has let go of the
+    /// guest and waits for this process.
+    pub fn is_committing(&self) -> bool {
+        self.shared.is_committing()
+    }
+
+    /// Stops listening. An attempt is abandoned, and a commit that is not complete refused, unless
+    /// the guest is being started already. Then wait for the status: before it is final, this
+    /// process owes its source an answer.
     pub fn stop(&self) {
         self.shared.stop();
     }

@@ -1,33 +1,28 @@
 //! What the listener, the attempts and the owner of a receiver share.
 
-use super::ReceiveStatus;
 use super::events::Event;
+use super::{ReceiveOptions, ReceiveStatus};
 use crate::mailbox::Mailbox;
 use crate::{DestinationFactory, host};
 use martlet_protocol::Ledger;
-use martlet_transport::{RdmaAccept, Stream, Wake};
-use martlet_wire::control::{Answer, InstanceId, MigrationId};
+use martlet_transport::{Stream, Wake};
+use martlet_wire::control::{Answer, Fate, InstanceId, MigrationId};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a second source waits for the first one's attempt to end before it is turned away.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
 
-/// How long a query may wait for a running attempt, which may be building a machine.
-const QUERY_PATIENCE: Duration = Duration::from_secs(10);
-
-/// After this long the question is put again, to whoever can answer it then.
-const QUERY_INTERVAL: Duration = Duration::from_millis(100);
-
 pub(super) struct Shared {
     pub(super) factory: Arc<dyn DestinationFactory>,
     pub(super) wake: Wake,
-    /// What a source may do by RDMA; `None` where nothing.
-    pub(super) rdma: Option<RdmaAccept>,
-    /// Connections that have not greeted yet.
-    pub(super) strangers: AtomicUsize,
+    /// What is taken; RDMA is `None` where the address has none.
+    pub(super) options: ReceiveOptions,
+    pub(super) takes_rdma: bool,
+    /// A commit is here, and neither acted on nor refused.
+    committing: AtomicBool,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -37,12 +32,10 @@ struct Inner {
     /// The owner wants no more attempts.
     stopping: bool,
     last_error: Option<String>,
-    /// What became of earlier attempts; with the attempt under way while there is one.
-    ledger: Option<Ledger>,
+    /// What became of earlier attempts.
+    ledger: Ledger,
     /// The attempt under way.
-    events: Option<Arc<Mailbox<Event>>>,
-    /// What the attempt's channels must show, while it waits for them.
-    awaited: Option<Awaited>,
+    current: Option<Current>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +44,14 @@ enum Phase {
     Active,
     Arrived,
     Stopped,
+}
+
+struct Current {
+    events: Arc<Mailbox<Event>>,
+    /// Its name, and what is answered to who asks for it.
+    fate: Option<(MigrationId, Fate)>,
+    /// What its channels must show, while it waits for them.
+    awaited: Option<Awaited>,
 }
 
 struct Awaited {
@@ -62,20 +63,21 @@ struct Awaited {
 impl Shared {
     pub(super) fn new(
         factory: Arc<dyn DestinationFactory>,
-        rdma: Option<RdmaAccept>,
+        options: ReceiveOptions,
+        takes_rdma: bool,
     ) -> std::io::Result<Shared> {
         Ok(Shared {
             factory,
-            rdma,
+            options,
+            takes_rdma,
             wake: Wake::new()?,
-            strangers: AtomicUsize::new(0),
+            committing: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 phase: Phase::Listening,
                 stopping: false,
                 last_error: None,
-                ledger: Some(Ledger::new(InstanceId(host::random_id()?))),
-                events: None,
-                awaited: None,
+                ledger: Ledger::new(InstanceId(host::random_id()?)),
+                current: None,
             }),
             changed: Condvar::new(),
         })
@@ -112,9 +114,9 @@ impl Shared {
 
     pub(super) fn stop(&self) {
         let mut inner = self.lock();
-        inner.stopping = true;
-        if let Some(events) = &inner.events {
-            events.post(Event::Stop);
+        let is_first = !std::mem::replace(&mut inner.stopping, true);
+        if let Some(current) = inner.current.as_ref().filter(|_| is_first) {
+            current.events.post(Event::Stop);
         }
         if inner.phase == Phase::Listening {
             inner.phase = Phase::Stopped;
@@ -124,9 +126,21 @@ impl Shared {
         self.changed.notify_all();
     }
 
+    pub(super) fn is_stopping(&self) -> bool {
+        self.lock().stopping
+    }
+
+    pub(super) fn is_committing(&self) -> bool {
+        self.committing.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_committing(&self, committing: bool) {
+        self.committing.store(committing, Ordering::Relaxed);
+    }
+
     /// Begins an attempt, or says why not. A source that tries again at once may come before the
     /// attempt that it gave up has ended here, so that one is given a moment.
-    pub(super) fn begin_attempt(&self, events: &Arc<Mailbox<Event>>) -> Result<(), Status> {
+    pub(super) fn begin_attempt(&self, events: &Arc<Mailbox<Event>>) -> Result<Ledger, Status> {
         let deadline = Instant::now() + BUSY_GRACE;
         let mut inner = self.lock();
         while inner.phase == Phase::Active {
@@ -141,8 +155,9 @@ impl Shared {
             Phase::Listening if inner.stopping => Err(Status::STOPPING),
             Phase::Listening => {
                 inner.phase = Phase::Active;
-                inner.events = Some(Arc::clone(events));
-                Ok(())
+                let events = Arc::clone(events);
+                inner.current = Some(Current { events, fate: None, awaited: None });
+                Ok(inner.ledger.clone())
             }
             Phase::Active => Err(Status::BUSY),
             Phase::Arrived => Err(Status::OCCUPIED),
@@ -150,19 +165,35 @@ impl Shared {
         }
     }
 
-    pub(super) fn take_ledger(&self) -> Ledger {
-        self.lock().ledger.take().expect("one attempt at a time")
+    /// The attempt under way has a name; nothing of it is decided. Before anything can be: who asks
+    /// is never told that a migration is unknown to which a commit may still come.
+    pub(super) fn name_attempt(&self, migration: MigrationId) {
+        if let Some(current) = &mut self.lock().current {
+            current.fate = Some((migration, Fate::Pending));
+        }
     }
 
-    pub(super) fn put_ledger(&self, ledger: Ledger) {
-        self.lock().ledger = Some(ledger);
-    }
-
-    /// Ends the attempt under way; the next one may begin.
-    pub(super) fn end_attempt(&self, end: Result<(), String>) {
+    /// The attempt under way is decided; what is left of it is for the record.
+    pub(super) fn decide(&self, fate: Fate) {
         let mut inner = self.lock();
-        inner.events = None;
-        inner.awaited = None;
+        if let Some(Current { fate: Some((_, told)), .. }) = &mut inner.current {
+            *told = fate;
+        }
+        if fate == Fate::Committed {
+            inner.phase = Phase::Arrived;
+        }
+        drop(inner);
+        self.changed.notify_all();
+    }
+
+    /// Ends the attempt under way; the next one may begin. With what it left in the ledger, unless
+    /// it never began.
+    pub(super) fn end_attempt(&self, ledger: Option<Ledger>, end: Result<(), String>) {
+        let mut inner = self.lock();
+        inner.current = None;
+        if let Some(ledger) = ledger {
+            inner.ledger = ledger;
+        }
         match end {
             Ok(()) => inner.phase = Phase::Arrived,
             Err(reason) => {
@@ -171,80 +202,66 @@ impl Shared {
             }
         }
         drop(inner);
+        self.set_committing(false);
         self.changed.notify_all();
     }
 
-    pub(super) fn is_stopping(&self) -> bool {
-        self.lock().stopping
-    }
-
     pub(super) fn await_channels(&self, count: u16, token: [u8; 16]) {
-        self.lock().awaited = Some(Awaited { token, taken: vec![false; usize::from(count)] });
+        if let Some(current) = &mut self.lock().current {
+            current.awaited = Some(Awaited { token, taken: vec![false; usize::from(count)] });
+        }
     }
 
     /// Lets a data channel in, or says why not. Answers on the stream either way.
     pub(super) fn admit_channel(&self, hello: &Hello, version: u16, stream: Stream) {
-        let Hello { channel, token, .. } = *hello;
+        let channel = hello.channel;
         let is_rdma = hello.role == Role::RDMA;
-        let mut inner = self.lock();
-        let admitted = match &mut inner.awaited {
-            // RDMA is the only channel of its migration.
-            Some(awaited) if is_rdma && awaited.taken.len() != 1 => Err(Status::CHANNEL),
-            Some(awaited) if awaited.token == token => {
-                match awaited.taken.get_mut(usize::from(channel)) {
-                    Some(taken) if !*taken => {
-                        *taken = true;
-                        Ok(())
-                    }
-                    _ => Err(Status::CHANNEL),
-                }
-            }
-            _ => Err(Status::TOKEN),
-        };
-        let events = inner.events.clone();
-        drop(inner);
-        let answer = match admitted {
-            Ok(()) => HelloReply::accept(version),
-            Err(status) => HelloReply::refuse(status),
+        let admitted = self.check_channel(hello);
+        let answer = match &admitted {
+            Ok(_) => HelloReply::accept(version),
+            Err(status) => HelloReply::refuse(*status),
         };
         let answered = martlet_transport::reply(&stream, &answer);
-        if admitted.is_ok()
-            && let Some(events) = events
-        {
-            events.post(match answered {
-                Ok(()) if is_rdma => Event::RdmaJoined { stream },
-                Ok(()) => Event::ChannelJoined { channel, stream },
-                Err(error) => Event::ChannelLost {
-                    channel,
-                    reason: format!("data channel {channel}: {error}"),
-                },
-            });
+        let Ok(events) = admitted else { return };
+        events.post(match answered {
+            Ok(()) if is_rdma => Event::RdmaJoined { stream },
+            Ok(()) => Event::ChannelJoined { channel, stream },
+            Err(error) => Event::ChannelLost {
+                last_barrier: None,
+                reason: format!("data channel {channel}: {error}"),
+            },
+        });
+    }
+
+    fn check_channel(&self, hello: &Hello) -> Result<Arc<Mailbox<Event>>, Status> {
+        let mut inner = self.lock();
+        let Some(Current { events, awaited: Some(awaited), .. }) = &mut inner.current else {
+            return Err(Status::TOKEN);
+        };
+        // RDMA is the only channel of its migration.
+        if hello.role == Role::RDMA && awaited.taken.len() != 1 {
+            return Err(Status::CHANNEL);
+        }
+        if awaited.token != hello.token {
+            return Err(Status::TOKEN);
+        }
+        match awaited.taken.get_mut(usize::from(hello.channel)) {
+            Some(taken) if !*taken => {
+                *taken = true;
+                Ok(Arc::clone(events))
+            }
+            _ => Err(Status::CHANNEL),
         }
     }
 
-    /// What became of a migration, as a promise; `None` if nobody could say in time.
-    pub(super) fn answer(&self, migration: MigrationId) -> Option<Answer> {
-        let deadline = Instant::now() + QUERY_PATIENCE;
-        while Instant::now() < deadline {
-            let inner = self.lock();
-            if let Some(ledger) = &inner.ledger {
-                return Some(ledger.answer(migration));
+    /// What became of a migration, as a promise. Never waits for the attempt under way.
+    pub(super) fn answer(&self, migration: MigrationId) -> Answer {
+        let inner = self.lock();
+        match inner.current.as_ref().and_then(|current| current.fate) {
+            Some((name, fate)) if name == migration => {
+                Answer { instance: inner.ledger.instance(), fate }
             }
-            let events = inner.events.clone();
-            drop(inner);
-            // Without a mailbox the attempt is just beginning or ending: look again.
-            let Some(events) = events else { continue };
-            let (answer, answered) = crossbeam_channel::bounded(1);
-            events.post(Event::Query { migration, answer });
-            // An attempt that ends drops the question with its mailbox; then the ledger answers.
-            if let Ok(answer) = answered.recv_timeout(QUERY_INTERVAL) {
-                return Some(answer);
-            }
+            _ => inner.ledger.answer(migration),
         }
-        None
-    }
-
-    pub(super) fn stranger_leaves(&self) {
-        self.strangers.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -3,8 +3,8 @@
 // UNSAFETY: the fake guest writes its memory through the region's pointers, as vCPUs do.
 
 use martlet_engine::{
-    DestinationFactory, DestinationVmm, GuestCheck, LoadFor, Paused, Rehearsal, RunState,
-    SourceVmm, VmmError,
+    BuildRequest, DestinationFactory, DestinationVmm, GuestCheck, LoadFor, Paused, Rehearsal,
+    RunState, SourceVmm, VmmError,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::testing::Spoiled;
@@ -47,6 +47,10 @@ pub struct FakeVmm {
     /// Writes between two looks at the stop request.
     pub burst: AtomicU64,
     pub fail_load: AtomicBool,
+    pub panic_load: AtomicBool,
+    pub panic_resume: AtomicBool,
+    /// The devices take as long to resume.
+    pub hold_resume: AtomicBool,
     pub fail_save: AtomicBool,
     /// Takes longer to clean up than the protocol waits for a sign of life.
     pub slow_farewell: AtomicBool,
@@ -89,6 +93,9 @@ impl FakeVmm {
             counter: AtomicU64::new(0),
             burst: AtomicU64::new(4),
             fail_load: AtomicBool::new(false),
+            panic_load: AtomicBool::new(false),
+            panic_resume: AtomicBool::new(false),
+            hold_resume: AtomicBool::new(false),
             fail_save: AtomicBool::new(false),
             slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
@@ -384,6 +391,7 @@ impl DestinationVmm for FakeVmm {
         if self.fail_load.load(Ordering::SeqCst) {
             return Err(error("load"));
         }
+        assert!(!self.panic_load.load(Ordering::SeqCst), "a test wants it");
         self.counter.store(u64::from_le_bytes(guest), Ordering::SeqCst);
         self.device.writes.store(u64::from_le_bytes(device), Ordering::SeqCst);
         Ok(Duration::from_micros(1))
@@ -397,6 +405,10 @@ impl DestinationVmm for FakeVmm {
 
     fn resume_devices(&self) -> Result<(), VmmError> {
         assert!(self.holds_permit(), "vCPUs are first");
+        while self.hold_resume.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        assert!(!self.panic_resume.load(Ordering::SeqCst), "a test wants it");
         if self.device.fail_resume.load(Ordering::SeqCst) {
             return Err(error("resume card 0"));
         }
@@ -428,19 +440,35 @@ pub struct FakeFactory {
     /// This page of region 0 is lost in the next machine.
     pub lose: Mutex<Option<u64>>,
     pub lost: Mutex<Option<Spoiled>>,
+    pub panic_build: AtomicBool,
+    pub panic_load: AtomicBool,
+    pub panic_resume: AtomicBool,
+    /// It takes as long as somebody wants the machine.
+    pub hold_build: AtomicBool,
+    /// Builds that have begun.
+    pub builds: AtomicU64,
+    pub hold_resume: AtomicBool,
 }
 
 impl DestinationFactory for FakeFactory {
-    fn build(
-        &self,
-        machine_description: &[u8],
-        ranges: &[PageRange],
-    ) -> Result<Arc<dyn DestinationVmm>, VmmError> {
-        assert_eq!((machine_description, ranges), (&b"fake"[..], &layout()[..]));
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+        assert_eq!((request.description, request.layout), (&b"fake"[..], &layout()[..]));
         if self.refuse.load(Ordering::SeqCst) {
             return Err(error("build"));
         }
+        self.builds.fetch_add(1, Ordering::SeqCst);
+        assert!(!self.panic_build.load(Ordering::SeqCst), "a test wants it");
+        while self.hold_build.load(Ordering::SeqCst) {
+            request.check_wanted()?;
+            std::thread::yield_now();
+        }
         let vmm = FakeVmm::new();
+        let copy = |to: &AtomicBool, from: &AtomicBool| {
+            to.store(from.load(Ordering::SeqCst), Ordering::SeqCst);
+        };
+        copy(&vmm.panic_load, &self.panic_load);
+        copy(&vmm.panic_resume, &self.panic_resume);
+        copy(&vmm.hold_resume, &self.hold_resume);
         vmm.fail_load.store(self.fail_load.load(Ordering::SeqCst), Ordering::SeqCst);
         if self.plug.load(Ordering::SeqCst) {
             vmm.plug(true);

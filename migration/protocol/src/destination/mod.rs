@@ -164,6 +164,11 @@ impl Destination {
         self.ledger
     }
 
+    /// Whether the right to run the guest was made here, even if a step panicked since.
+    pub fn has_made_permit(&self) -> bool {
+        self.migration.is_some_and(|name| self.ledger.fate(name) == Fate::Committed)
+    }
+
     /// Ends the attempt wherever it stands, even in the middle of a step that panicked, and gives
     /// the process's memory of attempts back. Unless the right to run the guest was made, the
     /// attempt is abandoned for ever.

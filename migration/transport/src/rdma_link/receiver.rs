@@ -19,6 +19,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Messages that are taken before timers are looked at again.
+const MESSAGES_AT_ONCE: usize = 256;
+
 /// While queue pairs are awaited, or the markers of a round that has ended, one look takes this
 /// long at most.
 const SHORT_WAIT: Duration = Duration::from_millis(1);
@@ -254,7 +257,10 @@ impl Link {
     /// The source's last message is its close: what comes behind it is not read here.
     fn read_messages(&mut self) -> bool {
         let mut busy = false;
-        while !self.source_closed && self.lost.is_none() {
+        for _ in 0..MESSAGES_AT_ONCE {
+            if self.source_closed || self.lost.is_some() {
+                break;
+            }
             match self.messages.try_receive() {
                 Ok(None) => break,
                 Ok(Some(message)) => {

@@ -1,6 +1,7 @@
 //! A vCPU and a VM as they travel: types of their own with numbered fields, so that a newer
 //! martlet can add to them and an older one still reads the rest. Never reuse a number.
 
+pub(super) use crate::saved::decode;
 use kvm_bindings::{
     kvm_debugregs, kvm_dtable, kvm_pic_state, kvm_pit_channel_state, kvm_regs, kvm_segment,
     kvm_sregs, kvm_vcpu_events,
@@ -375,17 +376,6 @@ pub(super) struct SavedHost {
     /// Rate of the guest's TSC.
     #[n(1)]
     pub(super) tsc_khz: u32,
-}
-
-/// Reads a saved value. Bytes behind it are refused: they would be a part that nobody loads.
-pub(super) fn decode<'b, T: Decode<'b, ()>>(bytes: &'b [u8]) -> Result<T, String> {
-    let mut decoder = minicbor::Decoder::new(bytes);
-    let value = decoder.decode().map_err(|error| error.to_string())?;
-    if decoder.position() == bytes.len() {
-        Ok(value)
-    } else {
-        Err(format!("{} bytes behind its end", bytes.len() - decoder.position()))
-    }
 }
 
 /// Writes a saved value.

@@ -103,11 +103,11 @@ fn hostile_descriptions_are_refused_or_built() {
     let mut chance = Chance(0x2545_f491_4f6c_dd1d);
     let mut refused = 0;
     for _ in 0..100 {
-        refused += u32::from(factory.build(&chance.damage(&good), &layout).is_err());
+        refused += u32::from(factory.build(&request(&chance.damage(&good), &layout)).is_err());
     }
     eprintln!("{refused} of 100 damaged descriptions were refused");
     assert!(refused > 20);
-    assert!(factory.build(&good, &layout).is_ok());
+    assert!(factory.build(&request(&good, &layout)).is_ok());
 }
 
 #[test]
@@ -120,14 +120,14 @@ fn other_machines_are_refused_by_name() {
     let other = Machine::new(&program("fill=1M,ws=1M,rate=1/tick,tick=100us", 32, 2)).unwrap();
     let error = |config: FactoryConfig, description: &[u8], layout: &[_]| {
         let factory = Factory::new(config).unwrap();
-        factory.build(description, layout).err().expect("it is refused").to_string()
+        factory.build(&request(description, layout)).err().expect("it is refused").to_string()
     };
     let layout = other.guest_ram().layout();
     assert_eq!(
         error(FactoryConfig::default(), &description, &layout),
         "build the machine: the description's memory is not the migration's"
     );
-    let threads = FactoryConfig { accel: Some(Accel::Threads), ..FactoryConfig::default() };
+    let threads = FactoryConfig { accel: Accel::Threads, ..FactoryConfig::default() };
     assert_eq!(
         error(threads, &description, &source.guest_ram().layout()),
         "build the machine: the guest runs on kvm, this destination on threads"

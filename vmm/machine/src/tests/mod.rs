@@ -14,9 +14,10 @@ mod tracking;
 
 use crate::memory::GuestMemory;
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
-use martlet_engine::{DestinationFactory, DestinationVmm, LoadFor, SourceVmm};
-use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE};
+use martlet_engine::{BuildRequest, DestinationFactory, DestinationVmm, LoadFor, Peer, SourceVmm};
+use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE, PageRange};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// Bytes of a page, as a length.
@@ -93,11 +94,17 @@ fn assert_sound(machine: &Machine) {
     assert_eq!(now.tsc_backwards, 0);
 }
 
+/// What a source of the same user asks for.
+pub(crate) fn request<'a>(description: &'a [u8], layout: &'a [PageRange]) -> BuildRequest<'a> {
+    static CANCELLED: AtomicBool = AtomicBool::new(false);
+    BuildRequest { description, layout, peer: Peer::SameUser, is_cancelled: &CANCELLED }
+}
+
 /// Builds a destination for `source`'s guest.
 pub(crate) fn destination(
     factory: &dyn DestinationFactory,
     source: &Machine,
 ) -> Arc<dyn DestinationVmm> {
     let layout = source.guest_ram().layout();
-    factory.build(&source.machine_description(), &layout).expect("a destination")
+    factory.build(&request(&source.machine_description(), &layout)).expect("a destination")
 }

@@ -151,7 +151,7 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     assert!(first.iter().all(Option::is_some));
     // The devices belong to the guest that arrived.
     let description = machine.machine_description();
-    let error = factory.build(&description, &machine.guest_ram().layout()).err().unwrap();
+    let error = factory.build(&request(&description, &machine.guest_ram().layout())).err().unwrap();
     assert_eq!(error.to_string(), "build the machine: another guest has the network devices");
 }
 
@@ -344,7 +344,7 @@ fn a_destination_that_lacks_something_refuses_in_one_line() {
     let refusal = |cards: &[Arc<Loopback>]| {
         let layout = source.guest_ram().layout();
         let factory = factory(cards);
-        factory.build(&source.machine_description(), &layout).err().unwrap().to_string()
+        factory.build(&request(&source.machine_description(), &layout)).err().unwrap().to_string()
     };
     let expected = [
         (vec![], "build the machine: the guest has 2 network cards, there are devices for 0"),

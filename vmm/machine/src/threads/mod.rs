@@ -6,9 +6,10 @@
 //!
 //! This is for trying martlet where there is no KVM, with the built-in program, and it is no
 //! protection: **the guest is part of the process**. Whoever can send it a guest can have any code
-//! executed. Its time stamp counter is the host's, too. So a guest of this kind goes to another
-//! process of the same host only: a destination refuses a description that does not name the
-//! running kernel's random boot id, which no other host knows.
+//! executed. So a destination takes one only if it was told to, and only from a process of the same
+//! user over a Unix socket, whose peer the kernel knows, or from one that shows the key that both
+//! have in their environment ([`THREADS_KEY_VARIABLE`]). Either is a process of the same host, which
+//! the guest can't leave: its time stamp counter is the host's.
 
 mod decode;
 mod description;
@@ -27,6 +28,7 @@ use crate::dirty::pagemap::PagemapTracker;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend, VmBackend};
 use description::Description;
 use martlet_engine::LoadFor;
+use martlet_engine::Peer;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::PageRange;
 use std::sync::Arc;
@@ -47,6 +49,22 @@ pub(crate) fn create_ram(layout: &[PageRange]) -> Result<GuestRam, BackendError>
     })
 }
 
+/// A secret of processes that take threads guests from each other, as those of one `demo` do over
+/// TCP.
+pub const THREADS_KEY_VARIABLE: &str = "MARTLET_THREADS_KEY";
+
+/// Whether whoever sends a guest with this description may have its code run here.
+pub(crate) fn check_peer(description: &[u8], peer: Peer) -> Result<(), String> {
+    let shows_key = || Description::from_bytes(description).is_ok_and(|them| them.shows_key());
+    if peer == Peer::SameUser || shows_key() {
+        return Ok(());
+    }
+    Err(format!(
+        "a guest on threads is a part of this process, so it comes only over a Unix socket from a \
+         process of the same user, or from one with the same {THREADS_KEY_VARIABLE}"
+    ))
+}
+
 /// Builds the backend; `description` is what the source's [`VmBackend::description`] gave, none
 /// for a new guest.
 pub(crate) fn build(
@@ -55,7 +73,7 @@ pub(crate) fn build(
     description: Option<&[u8]>,
 ) -> Result<Built, BackendError> {
     let base = base_of(ram)?;
-    let here = Description::here(base)?;
+    let here = Description::here(base);
     if let Some(bytes) = description {
         Description::from_bytes(bytes)?.check(&here)?;
     }

@@ -3,6 +3,7 @@
 
 use super::frame::{FpState, Register, sanitize_flags};
 use super::signals::Passage;
+use crate::saved::decode;
 use crate::vcpu::backend::BackendError;
 use martlet_ram::GuestRam;
 use martlet_units::Gpa;
@@ -70,7 +71,7 @@ impl SavedVcpu {
         if bytes.len() > STATE_BYTES_MAX {
             return Err(BackendError::state(format!("{} bytes of a vCPU's state", bytes.len())));
         }
-        minicbor::decode(bytes).map_err(|error| BackendError::state(error.to_string()))
+        decode(bytes).map_err(BackendError::state)
     }
 
     /// Gives the registers to a guest that is out, if they can be entered with: code and stack in

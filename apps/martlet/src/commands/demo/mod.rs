@@ -9,15 +9,17 @@ use super::migrate::interrupts;
 use crate::cli::{AccelArg, DemoArgs, TransportArg};
 use crate::failure::Failure;
 use crate::log::note;
+use crate::output;
 use crate::output::{Picture, show_json};
 use crate::report_json::{GuestJson, OutcomeJson, ReportJson};
-use crate::scratch::ScratchDir;
+use crate::scratch::{ScratchDir, random_key};
 use crate::signals::Held;
 use crate::view::number::{grouped, millis, plural, size};
 use crate::view::progress::{Kind, MigrationProgress, Steps};
 use crate::view::{BOLD, Style, summary};
-use crate::{output, vm};
+use crate::vm::{self, settle_accel};
 use martlet_guest_program::ProgramParams;
+use martlet_machine::THREADS_KEY_VARIABLE;
 use martlet_transport::Provider;
 use martlet_units::{ByteCount, PAGE_SIZE};
 use process::{GuestView, Process};
@@ -71,9 +73,11 @@ fn run_chain(
     vm::check_program(&program, args.memory, args.vcpus)?;
     let mut picture = Picture::open(&args.output)?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
+    let threads_key = random_key().map_err(|e| Failure::because("random bytes", &e))?;
     let style = Style::of_stdout();
     let kind = Kind::suiting(args.output.json);
-    let mut demo = Demo { args, log, program, dir, style, kind, interrupts, started: 0 };
+    let started = 0;
+    let mut demo = Demo { args, log, program, dir, style, kind, interrupts, threads_key, started };
     demo.run(chain)?;
     demo.show(chain, picture.as_mut());
     if chain.is_well() { Ok(()) } else { Err(Failure::Reported(chain.outcome())) }
@@ -87,6 +91,8 @@ struct Demo<'a> {
     style: Style,
     kind: Kind,
     interrupts: Arc<AtomicU32>,
+    /// By this the processes know each other, should the guest be a part of them.
+    threads_key: String,
     /// Processes started so far; they need names.
     started: u32,
 }
@@ -175,7 +181,8 @@ impl Demo<'_> {
         self.started += 1;
         let mut builder = process::Builder::new(self.dir.path(), self.started, command, self.log);
         builder
-            .arg("--accel", word(&self.args.accel))
+            .env(THREADS_KEY_VARIABLE, self.threads_key.clone())
+            .arg("--accel", word(&settle_accel(self.args.accel)))
             .arg("--dirty-tracking", word(&self.args.dirty_tracking));
         if let Some(vdpa) = &self.args.vdpa {
             builder.arg("--vdpa", vdpa.to_string());

@@ -60,6 +60,7 @@ pub(super) struct Builder {
     control: PathBuf,
     log: PathBuf,
     filter: Option<String>,
+    environment: Vec<(&'static str, String)>,
 }
 
 impl Builder {
@@ -72,7 +73,14 @@ impl Builder {
             control: dir.join(format!("c{number}")),
             log: dir.join(format!("log{number}")),
             filter,
+            environment: Vec::new(),
         }
+    }
+
+    /// Sets a variable of its environment.
+    pub(super) fn env(&mut self, name: &'static str, value: String) -> &mut Builder {
+        self.environment.push((name, value));
+        self
     }
 
     /// Adds an option.
@@ -90,6 +98,7 @@ impl Builder {
         let mut command = Command::new(executable);
         command
             .args(&self.arguments)
+            .envs(self.environment.iter().map(|(name, value)| (name, value)))
             .arg("--control")
             .arg(&self.control)
             .args(["--parent", &std::process::id().to_string()])

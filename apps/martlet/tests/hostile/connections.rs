@@ -1,0 +1,117 @@
+//! Connections that cost something, or that keep others out.
+
+use crate::Destination;
+use crate::attempt::{Attempt, captured_setup, refusal, setup_of, setup_of_size};
+use crate::wire::{
+    ABANDON, ANSWER, CONTROL, DATA, FINAL_STATE, Peer, QUERY, QUERY_FATE, RDMA, REHEARSE, SETUP,
+    UNKNOWN, Value, header, hello, map, message,
+};
+use std::io::Write;
+
+/// More than a destination keeps.
+const MANY: usize = 300;
+/// What bytes of a peer may cost that are thrown away.
+const MEMORY_MAX: u64 = 16 << 20;
+
+fn fate(port: u16, name: u8) -> u64 {
+    let mut asker = Peer::accepted(port, QUERY);
+    asker.say(&message(QUERY_FATE, &map([(0, Value::Bytes(vec![name; 16]))]))).unwrap();
+    asker.expect(ANSWER).field(1).expect("a fate").number()
+}
+
+#[test]
+fn silent_connections_keep_nobody_out() {
+    let destination = Destination::new(&[]);
+    let captured = captured_setup(&[]);
+    let _silent: Vec<Peer> = (0..MANY).map(|_| Peer::silent(destination.port).unwrap()).collect();
+    assert_eq!(fate(destination.port, 9), UNKNOWN);
+    let mut attempt = Attempt::begin(destination.port, &setup_of(&captured, 4));
+    let _more: Vec<Peer> = (0..MANY).map(|_| Peer::silent(destination.port).unwrap()).collect();
+    attempt.end_round(0);
+    assert_eq!(fate(destination.port, 9), UNKNOWN);
+}
+
+#[test]
+fn queries_that_ask_nothing_cost_no_thread() {
+    let destination = Destination::new(&[]);
+    let before = destination.process.threads();
+    let _asking: Vec<Peer> = (0..MANY).map(|_| Peer::accepted(destination.port, QUERY)).collect();
+    let after = destination.process.threads();
+    assert!(after <= before + 2, "{before} threads became {after}");
+    assert_eq!(fate(destination.port, 9), UNKNOWN);
+}
+
+#[test]
+fn data_connections_that_belong_nowhere_leave_the_attempt_alone() {
+    let destination = Destination::new(&[]);
+    let mut attempt = Attempt::begin(destination.port, &setup_of(&captured_setup(&[]), 2));
+    for number in 0..MANY {
+        let channel = u16::try_from(number).unwrap();
+        let (_, status) = Peer::greet(destination.port, &hello(DATA, channel, &[1; 16])).unwrap();
+        assert_eq!(status, 5);
+    }
+    attempt.end_round(0);
+}
+
+/// Of a body that has no place nothing is kept.
+#[test]
+fn long_messages_out_of_their_place_are_not_read() {
+    let destination = Destination::new(&[]);
+    let (before, _) = destination.process.memory();
+    for (role, kind) in [(QUERY, FINAL_STATE), (CONTROL, REHEARSE), (CONTROL, FINAL_STATE)] {
+        let mut peer = Peer::accepted(destination.port, role);
+        peer.say(&header(kind, 64 << 20)).unwrap();
+        let body = vec![0; 1 << 20];
+        while peer.0.write_all(&body).is_ok() {}
+    }
+    let (_, most) = destination.process.memory();
+    assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);
+}
+
+#[test]
+fn nested_bytes_cost_no_memory_and_get_a_reason() {
+    let destination = Destination::new(&[]);
+    let (before, _) = destination.process.memory();
+    let mut control = Peer::accepted(destination.port, CONTROL);
+    let body = [&[0xa1, 0x18, 99][..], &vec![0x81; (1 << 20) - 4], &[0]].concat();
+    control.say(&[&header(SETUP, body.len())[..], &body].concat()).unwrap();
+    let reason = control.expect(ABANDON);
+    let reason = reason.field(0).unwrap().text();
+    assert!(reason.contains("nested deeper than 8"), "{reason}");
+    let (_, most) = destination.process.memory();
+    assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);
+}
+
+#[test]
+fn what_is_no_message_gets_a_reason() {
+    let mut destination = Destination::new(&[]);
+    let mut control = Peer::accepted(destination.port, CONTROL);
+    control.say(&header(99, 0)).unwrap();
+    let reason = control.expect(ABANDON);
+    assert!(reason.field(0).unwrap().text().contains("unknown control message kind 99"));
+    assert!(control.is_closed());
+    let here = destination.process.migration().unwrap().error;
+    assert!(here.contains("unknown control message kind 99"), "{here}");
+}
+
+#[test]
+fn a_guest_larger_than_the_host_is_refused_before_anything_is_built() {
+    let destination = Destination::new(&[]);
+    let (before, _) = destination.process.memory();
+    for (name, pages) in [(1, 1 << 28), (2, 1 << 31), (3, (1 << 40) - 1)] {
+        let reason = refusal(destination.port, &setup_of_size(name, pages));
+        assert!(reason.contains("of memory, at most"), "{reason}");
+    }
+    let (_, most) = destination.process.memory();
+    assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);
+    let limited = Destination::new(&["--memory-max", "8M"]);
+    let reason = refusal(limited.port, &setup_of(&captured_setup(&[]), 1));
+    assert!(reason.contains("16.0 MiB of memory, at most 8.0 MiB are taken here"), "{reason}");
+}
+
+#[test]
+fn rdma_for_an_address_without_it_is_refused_by_name() {
+    let destination = Destination::new(&[]);
+    let (_, status) = Peer::greet(destination.port, &hello(RDMA, 0, &[])).unwrap();
+    assert_eq!(status, 9);
+}

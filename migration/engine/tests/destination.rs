@@ -1,0 +1,128 @@
+//! A destination whose parts fail: what its owner and its source see of that.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
+
+mod fake;
+
+use fake::{FakeFactory, FakeVmm};
+use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
+use martlet_transport::Address;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn receiver() -> (Receiver, Arc<FakeFactory>) {
+    let factory = Arc::new(FakeFactory::default());
+    let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
+    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    (receiver, factory)
+}
+
+fn begin(vmm: &Arc<FakeVmm>, to: &Receiver) -> Migration {
+    let vmm = Arc::<FakeVmm>::clone(vmm);
+    Migration::start(vmm, &to.address(), MigrateOptions::default()).unwrap()
+}
+
+fn migrate(vmm: &Arc<FakeVmm>, to: &Receiver) -> Report {
+    begin(vmm, to).wait(LIMIT).expect("a migration ends")
+}
+
+fn moves_now(source: &Arc<FakeVmm>, receiver: &Receiver, factory: &FakeFactory) {
+    assert!(source.is_running() && source.holds_permit());
+    assert_eq!(migrate(source, receiver).outcome, Outcome::Completed);
+    assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
+    factory.last.lock().unwrap().take().unwrap().quit();
+    source.quit();
+}
+
+/// Waits until the next source may come; why the last attempt failed.
+fn last_error(receiver: &Receiver) -> String {
+    loop {
+        match receiver.status() {
+            ReceiveStatus::Listening { last_error: Some(error) } => return error,
+            _ => std::thread::yield_now(),
+        }
+    }
+}
+
+#[test]
+fn a_panic_ends_the_attempt_and_nothing_else() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    for flag in [&factory.panic_build, &factory.panic_load] {
+        flag.store(true, Ordering::SeqCst);
+        let report = migrate(&source, &receiver);
+        flag.store(false, Ordering::SeqCst);
+        assert_eq!(report.outcome, Outcome::Failed);
+        let error = report.error.unwrap();
+        assert!(error.contains("internal error: a test wants it"), "{error}");
+        let error = last_error(&receiver);
+        assert!(error.contains("internal error: a test wants it"), "{error}");
+        factory.last.lock().unwrap().take();
+    }
+    moves_now(&source, &receiver, &factory);
+}
+
+#[test]
+fn a_panic_behind_the_start_takes_no_guest_away() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    factory.panic_resume.store(true, Ordering::SeqCst);
+    assert_eq!(migrate(&source, &receiver).outcome, Outcome::Completed);
+    assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
+    let there = factory.last.lock().unwrap().take().unwrap();
+    assert!(there.is_running() && !source.holds_permit());
+    source.quit();
+    there.quit();
+}
+
+#[test]
+fn a_stop_is_heard_while_a_machine_is_built() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    factory.hold_build.store(true, Ordering::SeqCst);
+    let migration = begin(&source, &receiver);
+    while factory.builds.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    receiver.stop();
+    assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Stopped);
+    let report = migration.wait(LIMIT).unwrap();
+    assert_eq!(report.outcome, Outcome::Failed);
+    let error = report.error.unwrap();
+    assert!(error.contains("told to stop"), "{error}");
+    source.quit();
+}
+
+/// The source goes away while its machine is built: the next one gets its turn.
+#[test]
+fn a_machine_that_nobody_wants_any_more_is_not_built_to_its_end() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    factory.hold_build.store(true, Ordering::SeqCst);
+    let migration = begin(&source, &receiver);
+    while factory.builds.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    migration.cancel();
+    assert_eq!(migration.wait(LIMIT).unwrap().outcome, Outcome::Cancelled);
+    last_error(&receiver);
+    factory.hold_build.store(false, Ordering::SeqCst);
+    moves_now(&source, &receiver, &factory);
+}
+
+#[test]
+fn an_arrival_shows_before_its_devices_are_back() {
+    let (receiver, factory) = receiver();
+    let source = FakeVmm::booted();
+    factory.hold_resume.store(true, Ordering::SeqCst);
+    let migration = begin(&source, &receiver);
+    assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
+    let there = factory.last.lock().unwrap().take().unwrap();
+    there.hold_resume.store(false, Ordering::SeqCst);
+    assert_eq!(migration.wait(LIMIT).unwrap().outcome, Outcome::Completed);
+    source.quit();
+    there.quit();
+}
