@@ -167,6 +167,13 @@ impl Control {
         Ok(())
     }
 
+    /// `system_reset`.
+    pub(crate) fn reset(&self) -> Result<(), String> {
+        let guest = self.guest()?;
+        self.refuse_if_gone()?;
+        guest.reset()
+    }
+
     /// What the guest is made of.
     pub(crate) fn info(&self) -> Result<MachineInfo, String> {
         Ok(self.guest()?.info())
@@ -180,8 +187,18 @@ impl Control {
     fn watch_guest(self: &Arc<Control>, guest: Arc<dyn Guest>) {
         let control = Arc::clone(self);
         spawn("guest watch", move || {
+            let mut told = guest.resets();
             loop {
                 thread::sleep(GUEST_LOOK_INTERVAL);
+                let resets = guest.resets();
+                if resets.0 > told.0 {
+                    crate::log::note(format_args!("the guest was reset, as it asked"));
+                    control.events.send(&Event::Reset { guest: true });
+                }
+                if resets.1 > told.1 {
+                    control.events.send(&Event::Reset { guest: false });
+                }
+                told = resets;
                 match guest.status() {
                     GuestStatus::Waiting
                     | GuestStatus::Running
@@ -196,7 +213,7 @@ impl Control {
                     GuestStatus::Ended(cause) => {
                         crate::log::note(format_args!("the guest ended itself: {cause}"));
                         if cause == EndCause::Reset {
-                            control.events.send(&Event::Reset);
+                            control.events.send(&Event::Reset { guest: true });
                         }
                         control.guest_ended(cause);
                         return;

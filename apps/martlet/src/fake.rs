@@ -79,6 +79,11 @@ impl Attempt for FakeAttempt {
         state.1.clone()
     }
 
+    fn guest_ended(&self, how: &str) {
+        self.note(format!("the guest has ended: {how}"));
+        self.reach(Status::Failed, 0);
+    }
+
     fn cancel(&self) {
         self.note("cancel".to_owned());
         // In the switchover it may be too late.
@@ -125,6 +130,7 @@ pub(crate) struct FakeGuest {
     pub(crate) state: Mutex<GuestStatus>,
     pub(crate) attempts: Mutex<Vec<(Address, MigrateOptions, Arc<FakeAttempt>)>>,
     me: std::sync::Weak<FakeGuest>,
+    owner_resets: AtomicU32,
 }
 
 impl FakeGuest {
@@ -133,6 +139,7 @@ impl FakeGuest {
             state: Mutex::new(GuestStatus::Running),
             attempts: Mutex::default(),
             me: me.clone(),
+            owner_resets: AtomicU32::new(0),
         })
     }
 
@@ -155,6 +162,15 @@ impl Guest for FakeGuest {
     fn cont(&self) -> Result<(), String> {
         *self.state.lock().unwrap() = GuestStatus::Running;
         Ok(())
+    }
+
+    fn reset(&self) -> Result<(), String> {
+        self.owner_resets.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn resets(&self) -> (u64, u64) {
+        (0, self.owner_resets.load(Ordering::Relaxed).into())
     }
 
     fn info(&self) -> MachineInfo {

@@ -18,6 +18,10 @@ pub(crate) trait Guest: Send + Sync {
     fn stop(&self) -> Result<(), String>;
     /// Continues it. Running already is fine.
     fn cont(&self) -> Result<(), String>;
+    /// Boots it again. `Err` says in one line why that can't be now.
+    fn reset(&self) -> Result<(), String>;
+    /// How often it was booted again: by itself, and by its owner.
+    fn resets(&self) -> (u64, u64);
     /// What it is made of.
     fn info(&self) -> MachineInfo;
     /// What it says of itself; `None` if it is no guest that says anything.
@@ -34,6 +38,8 @@ pub(crate) trait Attempt: Send + Sync {
     fn progress(&self) -> Progress;
     fn wait(&self, timeout: Duration) -> Option<Report>;
     fn cancel(&self);
+    /// The guest has ended by itself, in these words: there is nothing to move.
+    fn guest_ended(&self, how: &str);
     fn set_downtime_limit(&self, limit: Duration);
     fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>);
     /// What became of it; `Err` says why that is still open.

@@ -164,6 +164,14 @@ impl Guest for MachineGuest {
         self.0.continue_by_owner().map_err(|error| error.to_string())
     }
 
+    fn reset(&self) -> Result<(), String> {
+        self.0.reset_by_owner().map_err(|error| error.to_string())
+    }
+
+    fn resets(&self) -> (u64, u64) {
+        self.0.resets()
+    }
+
     fn info(&self) -> MachineInfo {
         self.0.info()
     }
@@ -199,6 +207,10 @@ impl Attempt for EngineAttempt {
 
     fn cancel(&self) {
         self.0.cancel();
+    }
+
+    fn guest_ended(&self, how: &str) {
+        self.0.guest_ended(how);
     }
 
     fn set_downtime_limit(&self, limit: Duration) {

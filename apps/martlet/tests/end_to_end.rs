@@ -84,6 +84,34 @@ fn clocks_of_two_time_namespaces_are_not_one() {
     assert_eq!(later["guest"]["clock-steps-back"], 0);
 }
 
+/// The guest boots again in the middle of its migration, and that one arrives.
+#[test]
+fn a_guest_is_reset_during_its_migration() {
+    let folder = Folder::new();
+    let (here, there) = (folder.at("a"), folder.at("b"));
+    let listen = format!("unix:{}", folder.at("m"));
+    let _source = start_guest(&here);
+    let _destination = start(&there, &["receive", "--listen", &listen]);
+    await_filled(&here);
+    let slowly = ["migrate", "--control", &here, &listen, "--json", "--bandwidth", "40Mbit/s"];
+    let mut migrate = command(&slowly);
+    let migrate = migrate.stdout(Stdio::piped()).spawn().expect("the command starts");
+    await_status(&here, "sending", |now| now["migration"]["ram"]["transferred"].as_u64() > Some(0));
+    let before = checked(&status(&here));
+    let mut client = BufReader::new(UnixStream::connect(&here).expect("a client"));
+    client.get_ref().set_read_timeout(Some(LIMIT)).expect("a timeout");
+    for name in ["qmp_capabilities", "system_reset"] {
+        writeln!(client.get_mut(), "{{\"execute\": \"{name}\"}}").expect("written");
+    }
+    let mut lines = client.lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("\"RESET\"")), "{before} pages checked before");
+    let report = json(&migrate.wait_with_output().expect("its output"));
+    assert_eq!(report["outcome"], "completed", "{report}");
+    let arrived = await_status(&there, "filled", |now| now["guest"]["filled"] == true);
+    let later = await_status(&there, "checking", |now| checked(now) > checked(&arrived) + 4096);
+    assert_eq!(later["guest"]["wrong-pages"], 0);
+}
+
 #[test]
 fn a_paused_guest_arrives_paused() {
     let folder = Folder::new();

@@ -9,6 +9,7 @@ use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status, Then, Within,
 };
 use martlet_transport::{Address, connect};
+use martlet_units::{ByteCount, BytesPerSec};
 use martlet_wire::hello::Hello;
 use std::io::Write;
 use std::net::TcpStream;
@@ -272,4 +273,35 @@ fn a_migration_that_takes_too_long_does_what_its_owner_wants() {
     let report = migrate(&source, &receiver, endless(Then::Stop));
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
     check_guest(&arrived(&factory));
+}
+
+/// A guest that ends itself in the middle of its migration is no owner's cancel.
+#[test]
+fn a_guest_that_ends_fails_its_migration_and_both_sides_say_why() {
+    let (receiver, _) = receiver();
+    let vmm = FakeVmm::booted();
+    let options =
+        MigrateOptions { bandwidth: Some(BytesPerSec(1 << 20)), ..MigrateOptions::default() };
+    let migration =
+        Migration::start(Arc::<FakeVmm>::clone(&vmm), &receiver.address(), options).unwrap();
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while migration.progress().bytes_sent == ByteCount(0) {
+        assert!(std::time::Instant::now() < deadline, "nothing is sent");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    migration.guest_ended("shutdown");
+    let report = migration.wait(PATIENCE).expect("a migration ends");
+    let error = report.error.unwrap_or_default();
+    assert_eq!(
+        (report.outcome, error.as_str()),
+        (Outcome::Failed, "the guest has ended: shutdown")
+    );
+    while let ReceiveStatus::Active = receiver.status() {
+        assert!(std::time::Instant::now() < deadline, "the destination does not hear of it");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let ReceiveStatus::Listening { last_error: Some(error) } = receiver.status() else {
+        panic!("{:?}", receiver.status());
+    };
+    assert!(error.contains("the guest has ended: shutdown"), "{error}");
 }

@@ -125,6 +125,9 @@ impl DestinationVmm for Incoming {
         if has != comes {
             return Err(failed(ACTION, format!("states of {comes} vCPUs for {has}")));
         }
+        if what_for == (LoadFor::Start { source_clock: None }) {
+            tracing::warn!("how long the guest stood is not known: its clocks stood as well");
+        }
         machine.vm.begin_load();
         machine.group.begin_load(saved.vcpus.into_iter().map(Into::into).collect(), what_for);
         // The rest is loaded while the vCPUs load theirs; they are waited for in any case.

@@ -25,6 +25,7 @@ mod kvm;
 mod machine;
 mod memory;
 mod phase;
+mod reset;
 mod saved;
 mod source;
 #[cfg(test)]

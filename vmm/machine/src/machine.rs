@@ -1,12 +1,13 @@
 //! A machine: memory, vCPUs and devices under one roof, and the order in which they are used.
 
 use crate::boot;
-use crate::config::{Accel, MachineConfig, Tracking};
+use crate::config::{Accel, Boot, MachineConfig, Tracking};
 use crate::devices::virtio::{Devices, Lease, Nics};
 use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
 use crate::kvm::{self, BuildOptions};
 use crate::memory::GuestMemory;
 use crate::phase::{Event, Phase};
+use crate::reset::{PowerOn, Resets};
 use crate::saved::{Description, SavedMachine};
 use crate::threads;
 use crate::vcpu::backend::{BackendError, Built, VmBackend};
@@ -19,12 +20,12 @@ use martlet_ram::GuestRam;
 use martlet_units::{Gpa, Instant, PageCount, PageRange};
 use martlet_vdpa::{Counters, VdpaDevice};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Why a guest stopped for good.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EndCause {
-    /// It asked to be reset.
+    /// It asked to be reset, and was booted elsewhere: what it boots from is not here.
     Reset,
     /// It shut itself down.
     Shutdown,
@@ -92,6 +93,8 @@ pub struct Machine {
     pub(crate) nics: Arc<Nics>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) control: Mutex<Control>,
+    pub(crate) power_on: OnceLock<PowerOn>,
+    pub(crate) resets: Resets,
 }
 
 /// What changes of a machine. The lock is held while orders are given and waited for: a fraction
@@ -143,17 +146,27 @@ impl Machine {
         let starts = boot::prepare(config, &memory, &*built.vm, &nics.places())?;
         // What was written before the guest ran is not news.
         memory.forget_written();
+        let again = starts.clone();
         let prepare = move |number: usize, vcpu: &mut dyn crate::vcpu::backend::VcpuBackend| {
             starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))
         };
         let machine = Machine::assemble(memory, built, nics, Arc::clone(&endpoint), prepare)?;
+        let machine = Arc::new(machine);
+        machine
+            .remember_power_on(config, again)
+            .map_err(|reason| MachineError::Host { reason: format!("save its start: {reason}") })?;
         {
             let mut control = lock(&machine.control);
             control.permit = Some(RunPermit::for_new_guest());
             control.phase = Phase::Here(Paused);
         }
+        // A kernel that can't go on wants to be booted again, by the oldest way there is; of the
+        // built-in program that is a fault to be seen.
+        if matches!(config.boot, Boot::Kernel(_)) {
+            machine.group.reset_at_triple_fault();
+        }
         endpoint.attach(&machine.bus);
-        Ok(Arc::new(machine))
+        Ok(machine)
     }
 
     /// Makes a machine that waits for the guest of this description.
@@ -199,13 +212,15 @@ impl Machine {
         bus.plug(Arc::clone(&nics));
         let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
         let control = Control { phase: Phase::Waiting, permit: None, is_saving: false };
-        Ok(Machine { group, vm, memory, bus, nics, endpoint, control: Mutex::new(control) })
+        let (control, power_on) = (Mutex::new(control), OnceLock::new());
+        let resets = Resets::default();
+        Ok(Machine { group, vm, memory, bus, nics, endpoint, control, power_on, resets })
     }
 
     /// How the guest stands.
     pub fn status(&self) -> GuestStatus {
         let phase = lock(&self.control).phase;
-        match (phase, self.group.ended_because()) {
+        match (phase, self.ended()) {
             (Phase::Gone, _) => GuestStatus::Gone,
             (_, Some(cause)) => GuestStatus::Ended(cause),
             (Phase::Waiting, None) => GuestStatus::Waiting,
@@ -247,6 +262,28 @@ impl Machine {
             self.nics.set_paused(false);
         }
         Ok(())
+    }
+
+    /// Boots the guest again, as its own wish to be reset does, and lets it run or stay paused as
+    /// it was. Allowed during a migration's rounds. A guest that was booted elsewhere has nothing
+    /// to boot from here.
+    pub fn reset_by_owner(&self) -> Result<(), OwnerError> {
+        const WISH: &str = "reset it";
+        let mut control = self.owner(WISH)?;
+        let state = match (control.phase, self.power_on.get()) {
+            (Phase::Here(_), Some(_)) => {
+                self.reset_for_owner(&mut control);
+                return Ok(());
+            }
+            (Phase::Here(_), None) => "came from another machine, which has what it boots from",
+            (phase, _) => phase.describe(),
+        };
+        Err(OwnerError { wish: WISH, state: state.to_owned() })
+    }
+
+    /// How often the guest was reset here: by itself, and by its owner.
+    pub fn resets(&self) -> (u64, u64) {
+        self.resets.get()
     }
 
     /// Ends the vCPUs; the guest never runs again here. Any number of times.
@@ -293,8 +330,8 @@ impl Machine {
     }
 
     fn owner(&self, wish: &'static str) -> Result<MutexGuard<'_, Control>, OwnerError> {
-        let control = lock(&self.control);
-        match self.group.ended_because() {
+        let control = self.settled();
+        match self.ended() {
             Some(cause) => Err(OwnerError { wish, state: format!("has ended ({cause})") }),
             None => Ok(control),
         }

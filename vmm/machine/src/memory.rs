@@ -4,13 +4,16 @@
 // copies in here are bounded by the region that the pointer came from.
 
 use martlet_bitmap::WORD_BITS;
-use martlet_ram::{GuestRam, RamBitmap, RegionIndex};
+use martlet_ram::{GuestRam, RamBitmap, RegionIndex, mark_touched};
 use martlet_units::{Gfn, Gpa, PAGE_SIZE};
 #[cfg(test)]
 use martlet_vdpa::HostMemory;
 use martlet_vdpa::{Access, Iova, MapRun};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes of a page, as a length.
+const PAGE_BYTES: usize = 4096;
 
 /// Reads and writes guest memory, and remembers which pages it wrote: KVM's dirty tracking does
 /// not see writes that come from outside of its vCPUs.
@@ -71,6 +74,22 @@ impl GuestMemory {
             (gpa, rest) = (gpa + length as u64, later);
         }
         true
+    }
+
+    /// Makes all memory zero, as it is at the power-on; `false` if a page can't be written. Pages
+    /// that nobody ever touched stay so. The others are written, not dropped: a device may have
+    /// them pinned.
+    #[must_use]
+    pub(crate) fn clear(&self) -> bool {
+        let touched = RamBitmap::new(&self.ram);
+        let regions = self.ram.regions().iter().zip(touched.iter());
+        regions.into_iter().all(|(region, (_, bitmap))| {
+            let first = region.range().start().0;
+            mark_touched(region, bitmap).is_ok()
+                && (0..region.pages())
+                    .filter(|page| bitmap.get(*page))
+                    .all(|page| self.write(Gpa((first + page) * PAGE_SIZE), &[0; PAGE_BYTES]))
+        })
     }
 
     /// The map of a device that reaches all guest memory by the guest's own addresses.
@@ -182,6 +201,14 @@ mod tests {
         assert_eq!(dirty.count(), 3);
         memory.take_written(&RamBitmap::new(memory.ram()));
         assert_eq!(dirty.count(), 3);
+
+        assert!(memory.clear());
+        assert!(memory.read(Gpa(100), &mut read));
+        assert_eq!(read, vec![0; 9000]);
+        // The page in the other region was never touched.
+        let cleared = RamBitmap::new(memory.ram());
+        memory.take_written(&cleared);
+        assert_eq!(cleared.count(), 3);
     }
 
     #[test]

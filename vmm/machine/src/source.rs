@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::dirty::WithDevices;
-use crate::machine::Machine;
+use crate::machine::{EndCause, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
 use martlet_engine::{FrameCheck, GuestCheck, Paused, Rehearsal, RunState, SourceVmm, VmmError};
@@ -39,11 +39,14 @@ impl SourceVmm for Machine {
 
     fn rehearse(&self) -> Result<Rehearsal, VmmError> {
         const ACTION: &str = "rehearse the stop";
-        let mut control = lock(&self.control);
+        let mut control = self.settled();
         if !matches!(control.phase, Phase::Here(_)) {
             return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
         }
-        self.check_alive(ACTION)?;
+        // A wish to be reset that came since is carried out later: states are never run.
+        if let Some(cause) = self.ended() {
+            return Err(failed(ACTION, format!("the guest has ended ({cause})")));
+        }
         let pause = self.group.begin_rehearsal();
         let begin = clock::now();
         control.is_saving = true;
@@ -67,7 +70,7 @@ impl SourceVmm for Machine {
     }
 
     fn begin_pause(&self) {
-        let mut control = lock(&self.control);
+        let mut control = self.settled();
         if control.step("stop it", Event::BeginPause).is_ok() {
             control.is_saving = true;
             self.group.begin_save();
@@ -88,6 +91,7 @@ impl SourceVmm for Machine {
             self.forget_saves(&mut control);
             control.step("go on", Event::CannotLeave).expect("it was stopping");
             self.go_on(&mut control, permit, was);
+            self.reset_if_asked(&mut control);
             self.resume_devices();
             return Err(error);
         }
@@ -175,6 +179,9 @@ impl Machine {
     /// A guest that has ended has no future elsewhere either.
     fn check_alive(&self, action: &str) -> Result<(), VmmError> {
         match self.group.ended_because() {
+            Some(EndCause::Reset) if self.ended().is_none() => {
+                Err(failed(action, "the guest asked to be reset at this moment"))
+            }
             Some(cause) => Err(failed(action, format!("the guest has ended ({cause})"))),
             None => Ok(()),
         }

@@ -160,6 +160,14 @@ impl Control {
         }
     }
 
+    /// How the guest ended by itself, if that is why the process is to end.
+    fn guests_end(&self) -> Option<String> {
+        match &self.lock().quit.wish.as_ref()?.cause {
+            QuitCause::Guest(cause) => Some(cause.to_string()),
+            _ => None,
+        }
+    }
+
     fn refuse(&self, reason: &str) {
         note(format_args!("not ending: {reason}"));
         let mut state = self.lock();
@@ -188,7 +196,10 @@ impl Control {
     /// comes late still gives the guest back.
     fn settle_outgoing(&self, attempt: &dyn Attempt) -> Result<(), Obstacle> {
         if !attempt.progress().status.is_final() {
-            attempt.cancel();
+            match self.guests_end() {
+                Some(how) => attempt.guest_ended(&how),
+                None => attempt.cancel(),
+            }
         }
         loop {
             let forced = self.is_forced();

@@ -54,7 +54,7 @@ pub(crate) enum Mode {
 }
 
 /// Every command, in order of name; what `query-commands` returns.
-pub(crate) const COMMANDS: [&str; 21] = [
+pub(crate) const COMMANDS: [&str; 22] = [
     "cont",
     "migrate",
     "migrate-incoming",
@@ -71,6 +71,7 @@ pub(crate) const COMMANDS: [&str; 21] = [
     "query-version",
     "quit",
     "stop",
+    "system_reset",
     "x-query-guest",
     "x-query-machine",
     "x-resolve",
@@ -157,6 +158,7 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
             Ok(info)
         }
         "stop" => control.stop().map_err(QmpError::from).and_then(|()| done()),
+        "system_reset" => control.reset().map_err(QmpError::from).and_then(|()| done()),
         "cont" => control.cont().map_err(QmpError::from).and_then(|()| done()),
         "migrate_cancel" => {
             control.cancel();

@@ -28,9 +28,12 @@ pub(crate) enum Event {
         /// QEMU's `ShutdownCause`.
         reason: &'static str,
     },
-    /// The guest asked for a reset. It is not carried out: the process ends, as after QEMU's
-    /// `-no-reboot`.
-    Reset,
+    /// The guest was reset. If it was booted elsewhere it can't be booted again here: then the
+    /// process ends, as after QEMU's `-no-reboot`.
+    Reset {
+        /// Whether the guest itself wanted it.
+        guest: bool,
+    },
 }
 
 impl Event {
@@ -43,7 +46,10 @@ impl Event {
             Event::Shutdown { guest, reason } => {
                 ("SHUTDOWN", Some(json!({ "guest": guest, "reason": reason })))
             }
-            Event::Reset => ("RESET", Some(json!({ "guest": true, "reason": "guest-reset" }))),
+            Event::Reset { guest } => {
+                let reason = if *guest { "guest-reset" } else { "host-qmp-system-reset" };
+                ("RESET", Some(json!({ "guest": guest, "reason": reason })))
+            }
         };
         let timestamp = match since_epoch {
             Some(time) => {

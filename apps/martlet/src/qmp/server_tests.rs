@@ -7,6 +7,7 @@ use crate::cli::{Cli, Command};
 use crate::commands::follow::{self, Request};
 use crate::control::{Control, QuitCause};
 use crate::fake::{FakeGuest, FakeListen};
+use crate::guest::Guest;
 use crate::view::progress::{Kind, MigrationProgress};
 use clap::Parser;
 use martlet_engine::{ReceiveStatus, Status};
@@ -216,6 +217,7 @@ fn every_listed_command_exists() {
         "query-status",
         "stop",
         "cont",
+        "system_reset",
         "quit",
         "query-version",
     ] {
@@ -480,6 +482,27 @@ fn a_guest_that_ends_itself_ends_the_process() {
     assert_eq!(wire.event().0, "RESET");
     let (name, data) = wire.event();
     assert_eq!((name.as_str(), &data["reason"]), ("SHUTDOWN", &json!("guest-reset")));
+}
+
+#[test]
+fn a_reset_is_told_and_the_process_goes_on() {
+    let (guest, control, clients) = with_guest();
+    let mut wire = Wire::ready(&control, &clients);
+    assert_eq!(wire.run("system_reset", &json!({})), json!({"return": {}}));
+    let (name, data) = wire.event();
+    assert_eq!((name.as_str(), &data["guest"]), ("RESET", &json!(false)));
+    assert_eq!(guest.resets(), (0, 1));
+    assert_eq!(wire.status(), "running");
+}
+
+#[test]
+fn a_guest_that_ends_itself_during_its_migration_is_not_cancelled() {
+    let (guest, control, clients) = with_guest();
+    let mut wire = Wire::ready(&control, &clients);
+    wire.run("migrate", &json!({"uri": "unix:/x"}));
+    *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Shutdown);
+    assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Guest(EndCause::Shutdown));
+    assert_eq!(*guest.last_attempt().asked.lock().unwrap(), ["the guest has ended: shutdown"]);
 }
 
 #[test]

@@ -21,6 +21,8 @@ pub(super) enum Event {
     LaneLost { reason: String },
     /// A page that was to be sent can't be read.
     PageLost(LostPage),
+    /// The guest has ended by itself.
+    GuestEnded { reason: String },
     /// The owner's wishes have changed: [`super::shared::Shared`] has them.
     Owner,
     /// The owner wants an undecided migration settled.

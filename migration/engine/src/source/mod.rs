@@ -136,6 +136,13 @@ impl Migration {
         self.shared.cancel();
     }
 
+    /// The guest has ended by itself, in these words: there is nothing to move. The migration fails
+    /// and says so on both sides, unless the guest has left.
+    pub fn guest_ended(&self, how: &str) {
+        let reason = format!("the guest has ended: {how}");
+        self.shared.events.post(Event::GuestEnded { reason });
+    }
+
     /// How it stands.
     pub fn progress(&self) -> Progress {
         self.shared.progress(monotonic_now())

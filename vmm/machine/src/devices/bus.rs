@@ -18,6 +18,9 @@ const SERIAL_IRQ: u32 = 4;
 const I8042_COMMAND: u16 = 0x64;
 /// Pulse the reset line of the processor: what a guest does to reboot.
 const I8042_RESET: u8 = 0xfe;
+/// The reset control register of the PIIX and its successors, a byte; and its bit that resets.
+const RESET_CONTROL: u16 = 0xcf9;
+const RESET_CONTROL_RESET: u8 = 1 << 2;
 /// A byte here is a sign of life; QEMU and Bochs print it.
 const DEBUG_PORT: u16 = 0xe9;
 /// The built-in program says here which page was wrong.
@@ -92,6 +95,10 @@ impl Bus {
             if port == WRONG_PAGE_PORT {
                 self.wrong_page(item);
                 continue;
+            }
+            // A wide one is PCI's address register, which begins a port earlier.
+            if port == RESET_CONTROL && matches!(item, [byte] if byte & RESET_CONTROL_RESET != 0) {
+                return Effect::End(EndCause::Reset);
             }
             // A wide access to byte-wide devices reaches the ports that follow.
             for (port, byte) in (u32::from(port)..).zip(item) {
@@ -203,6 +210,10 @@ mod tests {
         assert_eq!(bus().write(0x64, 1, &[0xfe]), Effect::End(EndCause::Reset));
         assert_eq!(bus().write(0x63, 2, &[0, 0xfe]), Effect::End(EndCause::Reset));
         assert_eq!(bus().write(0x64, 1, &[0xd1]), Effect::None);
+        assert_eq!(bus().write(0xcf9, 1, &[0x06]), Effect::End(EndCause::Reset));
+        assert_eq!(bus().write(0xcf9, 1, &[0x02]), Effect::None);
+        // Linux looks for PCI devices: function 4 of device 0.
+        assert_eq!(bus().write(0xcf8, 4, &[0, 4, 0, 0x80]), Effect::None);
     }
 
     #[test]

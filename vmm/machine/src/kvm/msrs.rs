@@ -80,6 +80,12 @@ pub(super) fn held(saved: &[SavedNumbered]) -> Vec<SavedNumbered> {
     saved.iter().filter(is_held).copied().collect()
 }
 
+/// The MSRs of a state that name no memory: written, KVM writes none for them any more.
+pub(super) fn switched_off(saved: &[SavedNumbered]) -> Vec<SavedNumbered> {
+    let is_off = |msr: &&SavedNumbered| kind(msr.index) == Kind::Held && msr.value == 0;
+    saved.iter().filter(is_off).copied().collect()
+}
+
 /// What is known of a VM's MSRs; shared by its vCPUs.
 pub(super) struct MsrTable {
     /// What can be read, in the kernel's order.

@@ -166,7 +166,7 @@ impl KvmVcpu {
                 }
                 Exit::Interrupted
             }
-            KVM_EXIT_SHUTDOWN => Exit::Ended("triple fault".into()),
+            KVM_EXIT_SHUTDOWN => Exit::TripleFault,
             KVM_EXIT_SYSTEM_EVENT if self.area.system_event() == KVM_SYSTEM_EVENT_RESET => {
                 Exit::Reset
             }
@@ -315,7 +315,13 @@ impl VcpuBackend for KvmVcpu {
         state::load(&self.fd, &self.common, &saved, before.as_ref(), what_for)?;
         match what_for {
             LoadFor::Rehearsal => self.look_ahead(&saved)?,
-            LoadFor::Start { .. } => self.held = msrs::held(&saved.msrs),
+            LoadFor::Start { .. } => {
+                if self.warm.is_none() {
+                    // A guest was in here, and is reset: what it switched on is off.
+                    self.common.msrs.write_all(&self.fd, &msrs::switched_off(&saved.msrs))?;
+                }
+                self.held = msrs::held(&saved.msrs);
+            }
         }
         self.loaded = Some(saved);
         Ok(())

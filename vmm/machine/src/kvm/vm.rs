@@ -194,9 +194,6 @@ impl KvmVm {
         let saved_at = saved.monotonic_ns.map(Instant);
         let then = saved.host_tsc.zip(saved_at).map(|(host_tsc, at)| Moment { host_tsc, at });
         self.common.tsc.plan(then, here, source, self.common.tsc_khz)?;
-        if saved_at.zip(source).is_none() {
-            tracing::warn!("how long the guest stood is not known: its clocks stood as well");
-        }
         let stood = tsc::stood(saved_at, source, clock::now())?;
         let clock = saved.clock_ns.wrapping_add(u64::try_from(stood.as_nanos()).unwrap_or(0));
         let data = kvm_clock_data { clock, ..Default::default() };

@@ -8,6 +8,7 @@ mod kernels;
 pub(crate) mod loopback;
 mod moving;
 mod nics;
+mod resets;
 mod stopping;
 mod timers;
 mod tracking;

@@ -38,6 +38,8 @@ pub(crate) enum Exit<'a> {
     Interrupted,
     /// The guest asked to be reset.
     Reset,
+    /// The processor gave up: a fault while it handled one while it handled one.
+    TripleFault,
     /// The guest shut itself down.
     Shutdown,
     /// The guest can't go on: a triple fault, a state that can't be run. The text is for the

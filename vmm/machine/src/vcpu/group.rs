@@ -105,6 +105,27 @@ impl Group {
         self.shared.ended_because()
     }
 
+    /// Whom to tell, on a vCPU's thread, that the guest wants to be reset; once.
+    pub(crate) fn on_reset(&self, tell: impl Fn() + Send + Sync + 'static) {
+        self.shared.on_reset(Box::new(tell));
+    }
+
+    /// From now on a triple fault is a wish to be reset.
+    pub(crate) fn reset_at_triple_fault(&self) {
+        self.shared.resets_at_triple_fault.store(true, Ordering::Relaxed);
+    }
+
+    /// The guest can't go on, whatever it has asked for.
+    pub(crate) fn end_for(&self, cause: EndCause) {
+        self.shared.end_for(cause);
+    }
+
+    /// A guest that had stopped by itself begins anew. While no vCPU may run.
+    pub(crate) fn begin_anew(&self) {
+        assert!(lock(&self.permit).is_none(), "it begins while it may not run");
+        self.shared.begin_anew();
+    }
+
     /// Lets all vCPUs into the guest. One store for all of them; sleepers are woken.
     pub(crate) fn run(&self, permit: RunPermit) {
         let before = lock(&self.permit).replace(permit);

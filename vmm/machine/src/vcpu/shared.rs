@@ -7,7 +7,7 @@ use crate::EndCause;
 use crate::devices::Bus;
 use martlet_engine::LoadFor;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// See the module's comment.
@@ -26,6 +26,9 @@ pub(crate) struct Shared {
     pub(crate) throttle_percent: AtomicU8,
     ended: AtomicBool,
     ended_because: Mutex<Option<EndCause>>,
+    /// Told when the guest asks for a reset.
+    tell_reset: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    pub(crate) resets_at_triple_fault: AtomicBool,
 }
 
 /// One vCPU as others see it.
@@ -57,15 +60,40 @@ impl Shared {
             throttle_percent: AtomicU8::new(0),
             ended: AtomicBool::new(false),
             ended_because: Mutex::new(None),
+            tell_reset: OnceLock::new(),
+            resets_at_triple_fault: AtomicBool::new(false),
         }
     }
 
     /// The guest stopped for good; the first cause counts. All vCPUs leave and stay out, though
     /// the right to run them stays where it was.
     pub(crate) fn end(&self, cause: EndCause) {
-        lock(&self.ended_because).get_or_insert(cause);
+        let is_reset = {
+            let mut because = lock(&self.ended_because);
+            because.is_none() && because.insert(cause) == &EndCause::Reset
+        };
         self.ended.store(true, Ordering::SeqCst);
         self.kick_all();
+        if let Some(tell) = self.tell_reset.get().filter(|_| is_reset) {
+            tell();
+        }
+    }
+
+    /// As [`Shared::end`], in place of any cause before.
+    pub(crate) fn end_for(&self, cause: EndCause) {
+        *lock(&self.ended_because) = Some(cause);
+        self.ended.store(true, Ordering::SeqCst);
+        self.kick_all();
+    }
+
+    pub(crate) fn on_reset(&self, tell: Box<dyn Fn() + Send + Sync>) {
+        assert!(self.tell_reset.set(tell).is_ok(), "one is told");
+    }
+
+    /// It begins anew. While no vCPU may run.
+    pub(crate) fn begin_anew(&self) {
+        *lock(&self.ended_because) = None;
+        self.ended.store(false, Ordering::SeqCst);
     }
 
     /// Whether the guest stopped for good.

@@ -182,6 +182,10 @@ fn serve(shared: &Shared, exit: Exit<'_>) -> Effect {
         }
         Exit::Interrupted => Effect::None,
         Exit::Reset => Effect::End(EndCause::Reset),
+        Exit::TripleFault if shared.resets_at_triple_fault.load(Ordering::Relaxed) => {
+            Effect::End(EndCause::Reset)
+        }
+        Exit::TripleFault => Effect::End(EndCause::Crash("triple fault".into())),
         Exit::Shutdown => Effect::End(EndCause::Shutdown),
         Exit::Ended(reason) => Effect::End(EndCause::Crash(reason)),
     }

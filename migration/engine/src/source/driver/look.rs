@@ -76,6 +76,7 @@ impl Driver<'_> {
     pub(super) fn on_own_event(&mut self, event: Event) {
         match event {
             // Connected once, before there was a driver. The owner's wishes are looked at apart.
+            Event::GuestEnded { reason } => self.tell(SourceEvent::HostFailed { reason }),
             Event::Connected(_) | Event::Owner => {}
             Event::ChannelsOpened(opened) => self.on_channels(opened),
             Event::BarrierSent { round } => {

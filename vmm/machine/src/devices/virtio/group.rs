@@ -379,6 +379,11 @@ impl Nics {
         self.cards.iter().map(|card| card.device.frame_times())
     }
 
+    /// The machine is reset, and all cards with it.
+    pub(crate) fn reset(&self) {
+        self.shut_down();
+    }
+
     /// The guest is gone: no device touches its memory any more.
     pub(crate) fn shut_down(&self) {
         let _order = lock(&self.order);
