@@ -7,7 +7,7 @@ mod command;
 use command::*;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -179,6 +179,26 @@ fn a_cancelled_or_failed_migration_harms_nobody() {
     let arrived = await_status(&there, "running", |now| now["status"] == "running");
     let later = await_status(&there, "checking", |now| checked(now) > checked(&arrived) + 4096);
     assert_eq!(later["guest"]["wrong-pages"], 0);
+}
+
+/// A Unix socket that listens and never accepts: the kernel connects, and nothing comes.
+#[test]
+fn an_owner_is_heard_while_a_destination_does_not_answer() {
+    let folder = Folder::new();
+    let (here, mig) = (folder.at("a"), folder.at("m"));
+    let _silent = UnixListener::bind(&mig).expect("a listener");
+    let to = format!("unix:{mig}");
+    let mut source = start_guest(&here);
+    for end in ["cancel", "quit"] {
+        let migrate = ["migrate", "--control", &here, &to, "--json"];
+        let mut client = Process(command(&migrate).stdout(Stdio::piped()).spawn().expect("starts"));
+        let now = await_status(&here, "connecting", |now| now["migration"]["status"] == "setup");
+        assert_eq!(now["status"], "running");
+        assert!(martlet(&[end, "--control", &here]).status.success(), "{end}");
+        let code = client.wait().code();
+        assert!(end == "quit" || code == Some(3), "{end}: {code:?}");
+    }
+    assert!(source.wait().success());
 }
 
 #[test]

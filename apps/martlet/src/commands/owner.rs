@@ -117,9 +117,7 @@ pub(crate) fn resolve(args: &ResolveArgs) -> Result<(), Failure> {
             }
         }
     };
-    let (words, result) = settled(verdict, &answer?);
-    result.map_err(|failure| failure(words.clone()))?;
-    show(format_args!("{words}\n"));
+    show(format_args!("{}\n", settled(verdict, &answer?)?));
     Ok(())
 }
 
@@ -143,33 +141,26 @@ fn confirm(verdict: Verdict, confirmed: bool) -> Result<(), Failure> {
     }
 }
 
-/// What came of `x-resolve` in words, and which exit status that is.
-fn settled(
-    verdict: Option<Verdict>,
-    answer: &Value,
-) -> (String, Result<(), fn(String) -> Failure>) {
+/// What came of `x-resolve`, in words; as a failure if that is no success.
+fn settled(verdict: Option<Verdict>, answer: &Value) -> Result<String, Failure> {
     let status = answer["status"].as_str().unwrap_or("unknown");
     let unsaid = if status == "cancelled" { "cancelled by its owner" } else { "no reason given" };
     let reason = one_line(answer["error-desc"].as_str().unwrap_or(unsaid));
     match (verdict, status) {
-        (None, "completed") => ("the guest moved: it is at the destination".to_owned(), Ok(())),
-        (Some(_), "completed") => (
-            "nothing to decide: the destination answered, and the guest is there".to_owned(),
-            Err(Failure::Failed),
-        ),
-        (Some(Verdict::RunHere), "failed") => {
-            (format!("the guest runs here again: {reason}"), Ok(()))
+        (None, "completed") => Ok("the guest moved: it is at the destination".to_owned()),
+        (Some(_), "completed") => {
+            let words = "nothing to decide: the destination answered, and the guest is there";
+            Err(Failure::Failed(words.to_owned()))
         }
-        (Some(Verdict::GiveUp), "x-given-up") => (reason, Ok(())),
-        (_, "x-undecided") => (
-            format!("still undecided, so the guest stays stopped here: {reason}"),
-            Err(Failure::Undecided),
-        ),
-        (_, "x-given-up") => (reason, Err(Failure::Undecided)),
-        (_, _) => (
-            format!("the guest did not move, it is here as before: {reason}"),
-            Err(Failure::Failed),
-        ),
+        (Some(Verdict::RunHere), "failed") => Ok(format!("the guest runs here again: {reason}")),
+        (Some(Verdict::GiveUp), "x-given-up") => Ok(reason),
+        (_, "x-given-up") => Err(Failure::Undecided(reason)),
+        (_, "x-undecided") => Err(Failure::Undecided(format!(
+            "still undecided, so the guest stays stopped here: {reason}"
+        ))),
+        (_, _) => {
+            Err(Failure::Failed(format!("the guest did not move, it is here as before: {reason}")))
+        }
     }
 }
 
@@ -180,14 +171,10 @@ mod tests {
     /// The words and the exit status's kind.
     fn end(verdict: Option<Verdict>, status: &str) -> (String, String) {
         let answer = json!({"status": status, "error-desc": "the link broke"});
-        let (words, result) = settled(verdict, &answer);
-        let kind = match result.map_err(|failure| failure(String::new())) {
-            Ok(()) => "0",
-            Err(Failure::Failed(_)) => "1",
-            Err(Failure::Undecided(_)) => "4",
-            Err(other) => panic!("{other:?}"),
-        };
-        (words, kind.to_owned())
+        match settled(verdict, &answer) {
+            Ok(words) => (words, "0".to_owned()),
+            Err(failure) => (failure.to_string(), failure.exit_status().to_string()),
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::watch::{Pair, Watched};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long a guest may take to check all that it filled: a few hundredths of a second, on a host
@@ -275,12 +276,27 @@ fn migrate(source: &mut Process, port: u16, plan: &Plan) -> Result<(), Trouble> 
 }
 
 /// The destination is gone for good, so the guest is taken back by its operator's word, as whole
-/// as it was.
+/// as it was; but not before that was given.
 fn take_back(source: &mut Process, paused: bool) -> Result<(), String> {
-    let sure = json!({ "destination-never-runs-it": true });
-    let answer = source.execute("x-resolve-run-here", &sure);
-    if !answer.as_ref().is_ok_and(|value| value["status"] == "failed") {
-        return Err(format!("not taken back: {answer:?}"));
+    for (more, code, words) in [
+        (&[][..], 4, "still undecided"),
+        (&["--run-here"], 2, "say --confirmed"),
+        (&["--run-here", "--confirmed"], 0, "the guest runs here again"),
+    ] {
+        let state = source.run_state()?;
+        let output = Command::new(env!("CARGO_BIN_EXE_martlet"))
+            .args(["resolve", "--control"])
+            .arg(source.control())
+            .args(more)
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|e| format!("resolve: {e}"))?;
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        if output.status.code() != Some(code) || !said.contains(words) || state != "finish-migrate"
+        {
+            return Err(format!("{state}, and resolve {more:?}: {}, {said}", output.status));
+        }
     }
     if paused {
         source.ask("cont").map_err(|e| format!("cont: {e}"))?;
