@@ -86,3 +86,24 @@ fn a_digest_names_the_page_that_it_could_not_read() {
     (6..10).for_each(|page| write_page(&ram, 0, page, 1));
     assert_eq!(ram.digest().unwrap(), before);
 }
+
+/// As the processor's machine check would: `MADV_HWPOISON` (CONFIG_MEMORY_FAILURE).
+#[test]
+#[ignore = "takes a page of the host's memory away until it boots again, as root: in an emulated PC"]
+fn a_poisoned_page_is_a_lost_page() {
+    let ram = Arc::new(one_region(20));
+    (0..20).for_each(|page| write_page(&ram, 0, page, 1));
+    let placer = Placer::new(Arc::clone(&ram));
+    placer.data_target(REGION, 0, 20).unwrap();
+    if let Err(error) = ram.regions()[0].poison(7) {
+        return println!("skipped: this kernel poisons no memory for this user: {error}");
+    }
+    let lost = ram.lost(REGION, 7);
+    assert_eq!(ram.first_lost(REGION, 0, 20), Some(lost));
+    let chunk = Chunk::new(&ram, REGION, 0, ChunkBits([0xfffff, 0, 0, 0, 0, 0, 0, 0])).unwrap();
+    for check in ZeroCheck::supported() {
+        assert!(chunk.zero_pages(&ram, &check).is_empty());
+    }
+    assert_eq!(LostPage::of(&ram.digest().unwrap_err()), Some(lost));
+    assert_eq!(placer.zero(REGION, 0, 20), Err(PlaceError::Lost(lost)));
+}

@@ -2,6 +2,8 @@
 #![allow(unsafe_code)]
 // UNSAFETY: puts an empty file in the place of a page of guest memory.
 
+#[cfg(test)]
+use crate::RamRegion;
 use crate::{GuestRam, PAGE_BYTES, RegionIndex};
 use martlet_units::PAGE_SIZE;
 use rustix::fs::MemfdFlags;
@@ -42,5 +44,16 @@ impl Drop for Spoiled {
     fn drop(&mut self) {
         let region = &self.ram.regions()[usize::from(self.region.0)];
         self.map(region.fd(), self.page * PAGE_SIZE);
+    }
+}
+
+#[cfg(test)]
+impl RamRegion {
+    /// Poisons the memory of a page, for all processes.
+    pub(crate) fn poison(&self, page: u64) -> std::io::Result<()> {
+        // SAFETY: a page of this region, whose users must expect that it is lost.
+        let result =
+            unsafe { libc::madvise(self.host_ptr(page).cast(), PAGE_BYTES, libc::MADV_HWPOISON) };
+        if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
     }
 }

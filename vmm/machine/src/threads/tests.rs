@@ -10,6 +10,7 @@ use crate::vcpu::backend::{Exit, Kicker, Level3Tables, Start};
 use martlet_guest_program::{
     BEAT, GuestCounters, HEARTBEAT_PORT, Plan, ProgramParams, READY, WRONG_PAGE_PORT, read_counters,
 };
+use martlet_ram::testing::Spoiled;
 use martlet_ram::{RamBitmap, RegionIndex};
 use martlet_units::{Gfn, Gpa, PAGE_SIZE, PageCount, PageRange};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -329,6 +330,29 @@ fn a_guest_that_goes_astray_ends_and_the_process_does_not() {
         }
         drop(vcpu);
     }
+}
+
+/// The guest's touch ends the guest; the host's own, on the same thread, is an error.
+#[test]
+fn a_lost_page_ends_neither_the_process_nor_the_thread() {
+    let ram = memory();
+    let page = pointer(&ram, Gpa(500 * PAGE_SIZE));
+    let mut bytes = vec![0x48, 0xb8]; // mov rax, page
+    bytes.extend((page.expose_provenance() as u64).to_le_bytes());
+    bytes.extend([0x88, 0x00]); // mov [rax], al
+    let mut vcpu = code(&ram, &bytes);
+    let spoiled = Spoiled::new(&ram, RegionIndex(0), 500);
+    for _ in 0..2 {
+        match vcpu.run().unwrap() {
+            Exit::Ended(reason) => assert!(reason.starts_with("guest page 0x1f4 "), "{reason}"),
+            exit => panic!("{exit:?}"),
+        }
+        // SAFETY: a page of the guest's memory.
+        assert!(unsafe { martlet_raw_memory::read(page, &mut [0]) }.is_err());
+    }
+    drop(spoiled);
+    // SAFETY: as above.
+    assert!(unsafe { martlet_raw_memory::read(page, &mut [0]) }.is_ok());
 }
 
 #[test]

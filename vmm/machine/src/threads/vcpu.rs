@@ -184,7 +184,10 @@ impl ThreadVcpu {
     fn describe(&self, left: Left) -> String {
         let rip = self.passage.register(Register::RIP);
         match (left.signal, left.trap) {
-            (libc::SIGBUS, _) => format!("no memory for the page at {:#x}", left.address),
+            (libc::SIGBUS, _) => {
+                let page = usize::try_from(left.address).ok().and_then(|at| self.ram.lost_at(at));
+                page.map_or(format!("no memory at {:#x}", left.address), |page| page.to_string())
+            }
             (_, PAGE_FAULT) => format!("page fault at {:#x}, instruction {rip:#x}", left.address),
             (signal, trap) => format!("exception {trap} (signal {signal}), instruction {rip:#x}"),
         }
