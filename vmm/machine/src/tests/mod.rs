@@ -6,6 +6,7 @@ mod hostile;
 mod hypervisor_pages;
 mod kernels;
 pub(crate) mod loopback;
+mod lost;
 mod moving;
 mod nics;
 mod resets;

@@ -1,0 +1,85 @@
+//! Guests that touch a page which the host lost.
+#![allow(unsafe_code)]
+// UNSAFETY: poisons a page for this process by userfaultfd, which the crates have no call for.
+
+use super::*;
+use crate::GuestStatus;
+use martlet_ram::testing::Spoiled;
+use martlet_ram::{GuestRam, PageBitmap, RegionIndex, mark_touched};
+use rustix::mm::{Advice, UserfaultfdFlags};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+const REGION: RegionIndex = RegionIndex(0);
+
+/// A page that the built-in guest checks over and over: in the midst of what it has filled.
+fn page_in_use(ram: &GuestRam) -> u64 {
+    let region = &ram.regions()[0];
+    let touched = PageBitmap::new(region.pages());
+    mark_touched(region, &touched).unwrap();
+    let longest = touched.runs().max_by_key(|run| run.end - run.start).unwrap();
+    longest.start.midpoint(longest.end)
+}
+
+/// Waits for the guest's end, and says why it came.
+fn end_of(machine: &Machine) -> String {
+    wait_for("the guest to touch the page", || machine.group.ended_because().is_some());
+    assert_ne!(machine.status(), GuestStatus::Running);
+    format!("{:?}", machine.group.ended_because())
+}
+
+#[test]
+fn a_guest_that_touches_a_lost_page_ends_and_the_process_does_not() {
+    if !has_kvm() {
+        return;
+    }
+    let machine = running(&program("fill=8M,ws=1M,rate=1/tick,tick=100us", 32, 1));
+    wait_ready(&machine);
+    let page = page_in_use(machine.memory.ram());
+    let _spoiled = Spoiled::new(machine.memory.ram(), REGION, page);
+    let reason = end_of(&machine);
+    assert!(reason.contains("KVM_RUN"), "{reason}");
+}
+
+/// A page that is poison to this process: what the kernel tells of hardware poison it tells of this.
+fn poison(ram: &GuestRam, page: u64) -> io::Result<OwnedFd> {
+    const API: u64 = 0xc018_aa3f;
+    const REGISTER: u64 = 0xc020_aa00;
+    const POISON: u64 = 0xc020_aa08;
+    const FEATURE_POISON: u64 = 1 << 14;
+    const MODE_MISSING: u64 = 1;
+    // SAFETY: nothing is registered yet.
+    let uffd = unsafe { rustix::mm::userfaultfd(UserfaultfdFlags::CLOEXEC) }?;
+    let call = |request: u64, argument: &mut [u64]| {
+        // SAFETY: the requests' structures have as many words as are given.
+        let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument.as_mut_ptr()) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    call(API, &mut [0xaa, FEATURE_POISON, 0])?;
+    let at = ram.regions()[0].host_ptr(page);
+    let (start, length) = (at.expose_provenance() as u64, PAGE_SIZE);
+    call(REGISTER, &mut [start, length, MODE_MISSING, 0])?;
+    // SAFETY: guest memory is reached by raw pointers only; its content is the file's.
+    unsafe { rustix::mm::madvise(at.cast(), PAGE_BYTES, Advice::LinuxDontNeed) }?;
+    call(POISON, &mut [start, length, 0, 0])?;
+    Ok(uffd)
+}
+
+#[test]
+fn a_guest_that_touches_poison_ends_and_the_process_does_not() {
+    if !has_kvm() {
+        return;
+    }
+    let machine = running(&program("fill=8M,ws=1M,rate=1/tick,tick=100us", 32, 1));
+    wait_ready(&machine);
+    let page = page_in_use(machine.memory.ram());
+    machine.pause_by_owner().unwrap();
+    let poisoned = match poison(machine.memory.ram(), page) {
+        Ok(poisoned) => poisoned,
+        Err(error) => return eprintln!("skipped: no poison by userfaultfd (Linux 6.6): {error}"),
+    };
+    machine.continue_by_owner().unwrap();
+    let (reason, gfn) = (end_of(&machine), machine.memory.ram().lost(REGION, page).gfn);
+    assert!(reason.contains(&format!("guest page {gfn} ")), "{reason}");
+    drop(poisoned);
+}
