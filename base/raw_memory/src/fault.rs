@@ -92,10 +92,13 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *
     // SAFETY: the kernel passes a valid structure; a bus error's has an address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     // SAFETY: the kernel passes the interrupted context, ours until the return.
+    let leaves_access = || unsafe { leave_access(context) };
+    // SAFETY: as above.
+    let ends_system_call = || unsafe { is_after_system_call(context) };
     let handled = match code {
         BUS_MCEERR_AO => is_guarded(address),
-        1.. if unsafe { leave_access(context) } => true,
-        BUS_MCEERR_AR if is_guarded(address) && unsafe { is_after_system_call(context) } => {
+        1.. if leaves_access() => true,
+        BUS_MCEERR_AR if is_guarded(address) && ends_system_call() => {
             POISONED.set(address);
             true
         }

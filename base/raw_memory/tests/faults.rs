@@ -1,6 +1,7 @@
 //! Memory that is lost while it is mapped.
 #![allow(unsafe_code)]
 // UNSAFETY: maps a file and cuts it short, to touch what is behind its end.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
 
 use martlet_raw_memory::{
     Guarded, MemoryFault, ZeroTest, clear, guard, is_reachable, read, take_poisoned, write,
