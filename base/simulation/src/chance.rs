@@ -53,6 +53,11 @@ impl Chance {
         usize::try_from(self.below(length as u64)).expect("below a length")
     }
 
+    /// One of these.
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.index(from.len())]
+    }
+
     /// True once in `times` times.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0

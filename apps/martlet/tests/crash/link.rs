@@ -4,7 +4,7 @@
 use crate::desk::Desk;
 use crate::frames::{Frames, Piece};
 use crate::plan::{Channel, Cut, Way};
-use crate::rng::Rng;
+use martlet_simulation::Chance;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -127,7 +127,7 @@ impl Link {
     }
 
     /// Passes bytes on as the mode of this moment wants it. Returns whether they went as they came.
-    fn pass(&self, way: Way, bytes: &mut [u8], noise: &mut Rng) -> Result<bool, Over> {
+    fn pass(&self, way: Way, bytes: &mut [u8], noise: &mut Chance) -> Result<bool, Over> {
         let mode = {
             let mut mode = self.mode(way).lock().unwrap_or_else(PoisonError::into_inner);
             let now = *mode;
@@ -183,7 +183,7 @@ pub(crate) fn pump(link: &Arc<Link>, way: Way, first: &[u8], desk: &Arc<Desk>) {
         way,
         desk,
         passed: 0,
-        noise: Rng::new(desk.plan.noise),
+        noise: Chance::new(desk.plan.noise),
         whole: true,
         frames: (link.channel == Channel::Control)
             .then(|| Frames::after(if way == Way::ToSource { REPLY } else { HELLO })),
@@ -200,7 +200,7 @@ struct Pump<'a> {
     desk: &'a Arc<Desk>,
     /// Bytes passed on so far.
     passed: u64,
-    noise: Rng,
+    noise: Chance,
     frames: Option<Frames>,
     /// The current message went on as it came, so far.
     whole: bool,

@@ -27,8 +27,8 @@ mod link;
 mod log;
 mod plan;
 mod proxy;
-mod rng;
 mod scene;
+mod spread;
 #[path = "../support/mod.rs"]
 mod support;
 mod watch;

@@ -1,6 +1,7 @@
 //! What is done to a migration, and when.
 
-use crate::rng::Rng;
+use crate::spread::Spread;
+use martlet_simulation::Chance;
 use std::time::Duration;
 
 /// One end of a migration.
@@ -160,24 +161,24 @@ const CONTROL_BYTES: u64 = 24 << 10;
 const DATA_BYTES: u64 = 18 << 20;
 
 impl Plan {
-    fn ordinary(rng: &mut Rng) -> Plan {
+    fn ordinary(chance: &mut Chance) -> Plan {
         Plan {
             fault: Fault::Cancel,
             trigger: Trigger::Time(Duration::ZERO),
             direct: false,
-            channels: rng.pick(&[1, 1, 2, 3]),
-            verify: rng.one_in(4),
-            bandwidth: if rng.one_in(4) { 100_000_000 + rng.below(700_000_000) } else { 0 },
-            paused: rng.one_in(8),
-            vcpus: rng.pick(&[1, 1, 2]),
-            same_destination: rng.one_in(2),
-            noise: rng.next(),
+            channels: chance.pick(&[1, 1, 2, 3]),
+            verify: chance.once_in(4),
+            bandwidth: if chance.once_in(4) { 100_000_000 + chance.below(700_000_000) } else { 0 },
+            paused: chance.once_in(8),
+            vcpus: chance.pick(&[1, 1, 2]),
+            same_destination: chance.once_in(2),
+            noise: chance.bits(),
         }
     }
 
     /// Nothing is done.
     pub(crate) fn clean(verify: bool) -> Plan {
-        let mut plan = Plan::ordinary(&mut Rng::new(0));
+        let mut plan = Plan::ordinary(&mut Chance::new(0));
         (plan.channels, plan.bandwidth, plan.verify) = (2, 0, verify);
         plan
     }
@@ -194,20 +195,20 @@ impl Plan {
     /// A kill of either side: a quarter spread over the whole migration, a quarter around the
     /// switchover by the clock, half of them at and behind a message.
     pub(crate) fn kill(seed: u64, clean: Duration) -> Plan {
-        let mut rng = Rng::new(seed);
-        let mut plan = Plan::ordinary(&mut rng);
-        plan.fault = Fault::Kill(rng.pick(&[Side::Source, Side::Destination]));
-        plan.trigger = match rng.below(4) {
-            0 => Trigger::Time(rng.time(plan.duration(clean) * 6 / 5)),
+        let mut chance = Chance::new(seed);
+        let mut plan = Plan::ordinary(&mut chance);
+        plan.fault = Fault::Kill(chance.pick(&[Side::Source, Side::Destination]));
+        plan.trigger = match chance.below(4) {
+            0 => Trigger::Time(chance.time(plan.duration(clean) * 6 / 5)),
             1 => {
                 (plan.bandwidth, plan.verify, plan.direct) = (0, false, true);
                 let early = clean.saturating_sub(Duration::from_millis(4));
-                Trigger::Time(early + rng.time(Duration::from_millis(6)))
+                Trigger::Time(early + chance.time(Duration::from_millis(6)))
             }
-            _ => message(&mut rng),
+            _ => message(&mut chance),
         };
         if let Trigger::Time(_) = plan.trigger {
-            plan.direct |= rng.one_in(2);
+            plan.direct |= chance.once_in(2);
         }
         plan
     }
@@ -215,19 +216,19 @@ impl Plan {
     /// A cut that both sides notice soon, or garbage, or a cancel. A quarter is where it hurts most:
     /// when the source can't know whether the destination has the guest.
     pub(crate) fn cut(seed: u64, clean: Duration) -> Plan {
-        let mut rng = Rng::new(seed);
-        let mut plan = Plan::ordinary(&mut rng);
-        if rng.one_in(4) {
-            return plan.cut_in_doubt(&mut rng);
+        let mut chance = Chance::new(seed);
+        let mut plan = Plan::ordinary(&mut chance);
+        if chance.once_in(4) {
+            return plan.cut_in_doubt(&mut chance);
         }
-        let way = rng.pick(&[Way::ToDestination, Way::ToSource]);
-        let channel = random_channel(&mut rng, plan.channels);
-        plan.trigger = match rng.below(4) {
-            0 => Trigger::Time(rng.time(plan.duration(clean) * 6 / 5)),
-            1 => bytes(&mut rng, &plan, channel, way),
-            _ => message(&mut rng),
+        let way = chance.pick(&[Way::ToDestination, Way::ToSource]);
+        let channel = random_channel(&mut chance, plan.channels);
+        plan.trigger = match chance.below(4) {
+            0 => Trigger::Time(chance.time(plan.duration(clean) * 6 / 5)),
+            1 => bytes(&mut chance, &plan, channel, way),
+            _ => message(&mut chance),
         };
-        plan.fault = match rng.below(8) {
+        plan.fault = match chance.below(8) {
             0 | 1 => Fault::Cut(channel, Cut::Reset),
             2 | 3 => Fault::Cut(channel, Cut::Close),
             // Nobody would notice the end of a way that carries nothing.
@@ -235,22 +236,22 @@ impl Plan {
                 Fault::Cut(channel, Cut::HalfClose(Way::ToDestination))
             }
             4 => Fault::Cut(channel, Cut::HalfClose(way)),
-            5 | 6 => garbage(&mut rng, &mut plan, channel),
+            5 | 6 => garbage(&mut chance, &mut plan, channel),
             _ => Fault::Cancel,
         };
         plan
     }
 
-    fn cut_in_doubt(mut self, rng: &mut Rng) -> Plan {
-        self.trigger = match rng.below(4) {
+    fn cut_in_doubt(mut self, chance: &mut Chance) -> Plan {
+        self.trigger = match chance.below(4) {
             0 => Trigger::Message { kind: kind::COMMITTED, passed: false, linger: Duration::ZERO },
             1 => Trigger::Message { kind: kind::COMMIT, passed: false, linger: Duration::ZERO },
             _ => {
-                let linger = rng.time(LINGER_MAX / 2);
+                let linger = chance.time(LINGER_MAX / 2);
                 Trigger::Message { kind: kind::COMMIT, passed: true, linger }
             }
         };
-        let cut = rng.pick(&[Cut::Reset, Cut::Close, Cut::HalfClose(Way::ToSource)]);
+        let cut = chance.pick(&[Cut::Reset, Cut::Close, Cut::HalfClose(Way::ToSource)]);
         self.fault = Fault::Cut(Channel::Control, cut);
         self
     }
@@ -258,66 +259,68 @@ impl Plan {
     /// A connection on which nothing comes any more, for one way or both: only a deadline ends
     /// that.
     pub(crate) fn stall(seed: u64, clean: Duration) -> Plan {
-        let mut rng = Rng::new(seed);
-        let mut plan = Plan::ordinary(&mut rng);
+        let mut chance = Chance::new(seed);
+        let mut plan = Plan::ordinary(&mut chance);
         plan.bandwidth = 0;
         // A running guest keeps a core busy for as long as its attempt takes.
-        plan.paused = !rng.one_in(4);
-        let channel = random_channel(&mut rng, plan.channels);
+        plan.paused = !chance.once_in(4);
+        let channel = random_channel(&mut chance, plan.channels);
         let way = match channel {
-            Channel::Control => rng.pick(&[Way::ToDestination, Way::ToSource, Way::Both]),
-            Channel::Data(_) | Channel::Query => rng.pick(&[Way::ToDestination, Way::Both]),
+            Channel::Control => chance.pick(&[Way::ToDestination, Way::ToSource, Way::Both]),
+            Channel::Data(_) | Channel::Query => chance.pick(&[Way::ToDestination, Way::Both]),
         };
-        plan.fault = Fault::Cut(channel, rng.pick(&[Cut::Stall(way), Cut::Silence(way)]));
-        plan.trigger = match rng.below(4) {
-            0 => Trigger::Time(rng.time(clean)),
-            1 => bytes(&mut rng, &plan, channel, Way::ToDestination),
-            _ => message(&mut rng),
+        plan.fault = Fault::Cut(channel, chance.pick(&[Cut::Stall(way), Cut::Silence(way)]));
+        plan.trigger = match chance.below(4) {
+            0 => Trigger::Time(chance.time(clean)),
+            1 => bytes(&mut chance, &plan, channel, Way::ToDestination),
+            _ => message(&mut chance),
         };
         plan
     }
 }
 
-fn message(rng: &mut Rng) -> Trigger {
-    let kind = if rng.one_in(4) { rng.pick(&PRECOPY) } else { rng.pick(&SWITCHOVER) };
-    let passed = rng.one_in(2);
+fn message(chance: &mut Chance) -> Trigger {
+    let kind = if chance.once_in(4) { chance.pick(&PRECOPY) } else { chance.pick(&SWITCHOVER) };
+    let passed = chance.once_in(2);
     // Beside the moment of the message itself, every moment until the next.
-    let linger = if passed && !rng.one_in(4) { rng.time(LINGER_MAX) } else { Duration::ZERO };
+    let linger =
+        if passed && !chance.once_in(4) { chance.time(LINGER_MAX) } else { Duration::ZERO };
     Trigger::Message { kind, passed, linger }
 }
 
-fn bytes(rng: &mut Rng, plan: &Plan, channel: Channel, way: Way) -> Trigger {
+fn bytes(chance: &mut Chance, plan: &Plan, channel: Channel, way: Way) -> Trigger {
     let (way, most) = match channel {
         Channel::Control => (way, CONTROL_BYTES),
         Channel::Data(_) | Channel::Query => {
             (Way::ToDestination, DATA_BYTES / u64::from(plan.channels))
         }
     };
-    let count = if rng.one_in(2) { rng.magnitude(most) } else { rng.below(most) };
+    let count = if chance.once_in(2) { chance.magnitude(most) } else { chance.below(most) };
     Trigger::Bytes { channel, way, count }
 }
 
-fn random_channel(rng: &mut Rng, channels: u16) -> Channel {
-    let number = u16::try_from(rng.below(u64::from(channels))).expect("a channel's number");
-    rng.pick(&[Channel::Control, Channel::Data(number)])
+fn random_channel(chance: &mut Chance, channels: u16) -> Channel {
+    let number = u16::try_from(chance.below(u64::from(channels))).expect("a channel's number");
+    chance.pick(&[Channel::Control, Channel::Data(number)])
 }
 
 /// Garbage that can be told from a migration. What can't: a page's content or number, which
 /// nothing but `--verify` would notice, so that is on; and the final state's content. TCP's own
 /// checksum is what guards those.
-fn garbage(rng: &mut Rng, plan: &mut Plan, channel: Channel) -> Fault {
-    let count = u8::try_from(1 + rng.magnitude(64)).expect("at most 64");
+fn garbage(chance: &mut Chance, plan: &mut Plan, channel: Channel) -> Fault {
+    let count = u8::try_from(1 + chance.magnitude(64)).expect("at most 64");
     plan.verify = true;
     match channel {
         Channel::Data(_) | Channel::Query => {
             if let Trigger::Message { .. } = plan.trigger {
-                plan.trigger = bytes(rng, plan, channel, Way::ToDestination);
+                plan.trigger = bytes(chance, plan, channel, Way::ToDestination);
             }
             Fault::Cut(channel, Cut::Garble(Way::ToDestination, count))
         }
         Channel::Control => {
             // The first bytes of a message: its magic, its kind, its flags.
-            let kind = if rng.one_in(2) { rng.pick(&PRECOPY) } else { rng.pick(&SWITCHOVER) };
+            let kind =
+                if chance.once_in(2) { chance.pick(&PRECOPY) } else { chance.pick(&SWITCHOVER) };
             plan.trigger = Trigger::Message { kind, passed: false, linger: Duration::ZERO };
             Fault::Cut(channel, Cut::Garble(way_of(kind), count.min(8)))
         }

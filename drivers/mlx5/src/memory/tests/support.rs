@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 // UNSAFETY: memory is named by addresses that nothing lies at, and nothing here looks there.
 
+pub(crate) use crate::memory::testing::{PAGE, fake_memory};
 use crate::memory::{
     Deletion, KeyAnswer, KeyCommand, KeyContext, MapRef, MemoryConfig, Refusal, Registry, Update,
 };
@@ -15,16 +16,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-pub(crate) const PAGE: u64 = 4096;
 pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) const NULL_KEY: u32 = 0x0077_7700;
 pub(crate) const PD: u32 = 0x1234;
-
-/// Memory that is only a name; each call has an owner of its own.
-pub(crate) fn fake_memory(address: u64, bytes: u64) -> HostMemory {
-    // SAFETY: nobody here reads or writes by the name.
-    unsafe { HostMemory::new(address, bytes, Arc::new([0_u8; 1])) }
-}
 
 /// The run of `bytes` bytes at `iova`, with the memory from `offset` on.
 pub(crate) fn run(
