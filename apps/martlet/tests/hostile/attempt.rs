@@ -3,8 +3,8 @@
 use crate::support::Dir;
 use crate::support::process::Process;
 use crate::wire::{
-    ABANDON, CHANNELS_READY, CONTROL, DATA, Listener, Peer, ROUND_RECEIVED, SETUP, SETUP_DONE,
-    Value, barrier, hello, map, message,
+    ABANDON, CHANNELS_READY, CONTROL, DATA, Listener, PING, PONG, Peer, REHEARSE, ROUND_RECEIVED,
+    SETUP, SETUP_DONE, Value, barrier, hello, map, message,
 };
 use serde_json::json;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -23,6 +23,39 @@ pub(crate) fn captured_setup(more: &[&str]) -> Value {
     let (kind, setup) = control.hear().expect("a setup");
     assert_eq!(kind, SETUP);
     setup
+}
+
+/// What a real source asks for, and a state that it would have loaded: it is played a destination
+/// until its first rehearsal.
+pub(crate) fn captured_state() -> (Value, Value) {
+    let dir = Dir::new().expect("a folder");
+    let program = "fill=1M,ws=1M,rate=1/ms,tick=1ms";
+    let arguments = ["run", "--memory", "16M", "--program", program];
+    let mut source = Process::start(dir.path(), 0, &arguments).expect("a source");
+    let (listener, port) = Listener::new();
+    source.execute("migrate-set-parameters", &json!({ "multifd-channels": 1 })).expect("it does");
+    let uri = json!({ "uri": format!("tcp:127.0.0.1:{port}") });
+    source.execute("migrate", &uri).expect("it begins");
+    let (mut control, _, _) = listener.accept();
+    let (_, setup) = control.hear().expect("a setup");
+    let named = |byte| Value::Bytes(vec![byte; 16]);
+    let done = map([(0, named(1)), (1, named(2)), (2, named(0))]);
+    control.say(&message(SETUP_DONE, &done)).expect("it reads");
+    let (mut channel, role, _) = listener.accept();
+    assert_eq!(role, DATA);
+    control.say(&message(CHANNELS_READY, &map([]))).expect("it reads");
+    channel.skip_round();
+    control.say(&message(ROUND_RECEIVED, &map([(0, Value::Number(0))]))).expect("it reads");
+    loop {
+        match control.hear().expect("a rehearsal") {
+            (REHEARSE, state) => return (setup, state),
+            (PING, ping) => {
+                let pong = ping.with(1, Value::Number(1));
+                control.say(&message(PONG, &pong)).expect("it reads");
+            }
+            (kind, _) => panic!("message {kind}"),
+        }
+    }
 }
 
 /// The same for a migration of its own, with so many channels.

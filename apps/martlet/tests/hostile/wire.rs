@@ -265,6 +265,24 @@ impl Peer {
         }
     }
 
+    /// Reads a data channel up to its next barrier, and throws it all away.
+    pub(crate) fn skip_round(&mut self) {
+        loop {
+            let mut header = [0; BARRIER_BYTES];
+            self.0.read_exact(&mut header).expect("a frame");
+            assert_eq!(&header[..4], b"mPGS");
+            if header[4] == 2 {
+                return;
+            }
+            let number = |at: usize| {
+                u64::from(u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes")))
+            };
+            let rest = 16 * number(12) + number(16);
+            let skipped = io::copy(&mut (&mut self.0).take(rest), &mut io::sink());
+            assert_eq!(skipped.expect("a payload"), rest);
+        }
+    }
+
     /// Waits until the listener closes the connection; whatever it says before is thrown away.
     pub(crate) fn is_closed(&mut self) -> bool {
         let mut buffer = [0; 4096];

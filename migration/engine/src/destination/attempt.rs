@@ -12,8 +12,7 @@ use crate::{DestinationVmm, LoadFor, Peer, host};
 use building::Builder;
 use guest::HEARTBEAT_INTERVAL;
 use martlet_protocol::{
-    Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
-    DestinationPhase, Ledger,
+    Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome, Ledger,
 };
 use martlet_ram::Placer;
 use martlet_transport::{ControlLink, ReceiveError, Stream, monotonic_now, wait_any};
@@ -184,11 +183,7 @@ impl Attempt {
                 self.perform(action);
             }
             match self.pending.pop_front() {
-                Some(event) => {
-                    self.machine.on_event(monotonic_now(), event);
-                    let committing = self.machine.phase() == DestinationPhase::Committing;
-                    self.shared.set_committing(committing);
-                }
+                Some(event) => self.machine.on_event(monotonic_now(), event),
                 None => return,
             }
         }

@@ -96,12 +96,6 @@ impl Receiver {
         self.shared.wait(timeout)
     }
 
-    /// Whether a commit is here that is neither acted on nor refused: its source has let go of the
-    /// guest and waits for this process.
-    pub fn is_committing(&self) -> bool {
-        self.shared.is_committing()
-    }
-
     /// Stops listening. An attempt is abandoned, and a commit that is not complete refused, unless
     /// the guest is being started already. Then wait for the status: before it is final, this
     /// process owes its source an answer.

@@ -8,7 +8,6 @@ use martlet_protocol::Ledger;
 use martlet_transport::{Stream, Wake};
 use martlet_wire::control::{Answer, Fate, InstanceId, MigrationId};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,11 +17,9 @@ const BUSY_GRACE: Duration = Duration::from_secs(1);
 pub(super) struct Shared {
     pub(super) factory: Arc<dyn DestinationFactory>,
     pub(super) wake: Wake,
-    /// What is taken; RDMA is `None` where the address has none.
     pub(super) options: ReceiveOptions,
+    /// Whether the address takes RDMA.
     pub(super) takes_rdma: bool,
-    /// A commit is here, and neither acted on nor refused.
-    committing: AtomicBool,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -71,7 +68,6 @@ impl Shared {
             options,
             takes_rdma,
             wake: Wake::new()?,
-            committing: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 phase: Phase::Listening,
                 stopping: false,
@@ -128,14 +124,6 @@ impl Shared {
 
     pub(super) fn is_stopping(&self) -> bool {
         self.lock().stopping
-    }
-
-    pub(super) fn is_committing(&self) -> bool {
-        self.committing.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn set_committing(&self, committing: bool) {
-        self.committing.store(committing, Ordering::Relaxed);
     }
 
     /// Begins an attempt, or says why not. A source that tries again at once may come before the
@@ -202,7 +190,6 @@ impl Shared {
             }
         }
         drop(inner);
-        self.set_committing(false);
         self.changed.notify_all();
     }
 
