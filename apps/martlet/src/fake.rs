@@ -209,11 +209,19 @@ impl Guest for FakeGuest {
 pub(crate) struct FakeIncoming {
     pub(crate) status: Mutex<ReceiveStatus>,
     stops: AtomicU32,
+    failures: AtomicU32,
     address: Address,
     guest: Arc<FakeGuest>,
 }
 
 impl FakeIncoming {
+    /// An attempt has failed, however short it was.
+    pub(crate) fn fail(&self, reason: &str) {
+        let last_error = Some(reason.to_owned());
+        *self.status.lock().unwrap() = ReceiveStatus::Listening { last_error };
+        self.failures.fetch_add(1, Ordering::SeqCst);
+    }
+
     /// How often it was asked to stop.
     pub(crate) fn stops(&self) -> u32 {
         self.stops.load(Ordering::SeqCst)
@@ -223,6 +231,14 @@ impl FakeIncoming {
 impl Incoming for FakeIncoming {
     fn address(&self) -> Address {
         self.address.clone()
+    }
+
+    fn failures(&self) -> (u64, Option<String>) {
+        let count = self.failures.load(Ordering::SeqCst).into();
+        match self.status() {
+            ReceiveStatus::Listening { last_error } => (count, last_error),
+            _ => (count, None),
+        }
     }
 
     fn status(&self) -> ReceiveStatus {
@@ -278,6 +294,7 @@ impl Listen for FakeListen {
         let incoming = Arc::new(FakeIncoming {
             status,
             stops: AtomicU32::new(0),
+            failures: AtomicU32::new(0),
             address: address.clone(),
             guest,
         });

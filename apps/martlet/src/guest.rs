@@ -52,6 +52,8 @@ pub(crate) trait Attempt: Send + Sync {
 pub(crate) trait Incoming: Send + Sync {
     fn address(&self) -> Address;
     fn status(&self) -> ReceiveStatus;
+    /// How many attempts have failed, and why the last one did.
+    fn failures(&self) -> (u64, Option<String>);
     fn wait(&self, timeout: Duration) -> ReceiveStatus;
     fn stop(&self);
     /// The guest, once the status is `Arrived`.

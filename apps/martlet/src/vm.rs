@@ -269,6 +269,10 @@ impl Incoming for EngineIncoming {
         self.receiver.status()
     }
 
+    fn failures(&self) -> (u64, Option<String>) {
+        self.receiver.failures()
+    }
+
     fn wait(&self, timeout: Duration) -> ReceiveStatus {
         self.receiver.wait(timeout)
     }

@@ -64,6 +64,15 @@ fn host_and_port(text: &str) -> Option<(String, u16)> {
 }
 
 impl Address {
+    /// The same for a process that runs in another folder: a relative path means one below the
+    /// folder of who wrote it.
+    pub fn absolute(&self) -> std::io::Result<Address> {
+        match self {
+            Address::Unix(path) => Ok(Address::Unix(std::path::absolute(path)?)),
+            Address::Tcp { .. } | Address::Rdma { .. } => Ok(self.clone()),
+        }
+    }
+
     /// The same with another port; a path has none.
     pub(crate) fn with_port(&self, port: u16) -> Address {
         let mut address = self.clone();

@@ -6,7 +6,7 @@ use crate::qmp::client::Client;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::snapshot::Snapshot;
 use crate::view::progress::MigrationProgress;
-use martlet_transport::Address;
+use martlet_transport::{Address, UNIX_PATH_MAX};
 use martlet_units::BytesPerSec;
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -55,6 +55,13 @@ pub(crate) fn migrate(
 ) -> Result<ReportJson, Failure> {
     // All of them, so that what an earlier client set does not linger; and in one command, so that
     // a migration that runs already keeps its own.
+    let to = request.to.absolute().map_err(|e| Failure::because(request.to, &e))?;
+    if let Address::Unix(path) = &to
+        && path.as_os_str().len() > UNIX_PATH_MAX
+    {
+        let text = format!("{to}: the path of a socket has at most {UNIX_PATH_MAX} bytes");
+        return Err(Failure::Usage(text));
+    }
     let tuning = request.tuning;
     let limit = u64::try_from(tuning.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
     let (within, then) = request.within.unwrap_or_default();
@@ -76,7 +83,7 @@ pub(crate) fn migrate(
     client.execute(
         "migrate",
         &json!({
-            "uri": request.to.to_string(),
+            "uri": to.to_string(),
             "x-parameters": parameters,
             "x-capabilities": [pin_all, slows],
         }),

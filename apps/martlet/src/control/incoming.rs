@@ -10,6 +10,10 @@ use martlet_machine::GuestStatus;
 use martlet_transport::Address;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Between two lines about attempts that failed.
+const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Where a guest is waited for.
 pub(super) enum Place {
@@ -79,20 +83,23 @@ impl Control {
 
     fn watch_incoming(self: &Arc<Control>, incoming: &dyn Incoming) {
         let mut before = ReceiveStatus::Listening { last_error: None };
+        let mut failures = Failures::default();
         loop {
             let now = incoming.wait(LOOK_INTERVAL);
-            if now == before {
+            if failures.look(incoming) {
+                before = ReceiveStatus::Listening { last_error: None };
+                self.events.send(&Event::Migration("failed"));
+            }
+            failures.say(Instant::now());
+            let stands_as_before = match (&before, &now) {
+                (ReceiveStatus::Listening { .. }, ReceiveStatus::Listening { .. }) => true,
+                (before, now) => before == now,
+            };
+            if stands_as_before {
                 continue;
             }
             match &now {
-                ReceiveStatus::Listening { last_error } => {
-                    let reason = last_error.as_deref().unwrap_or("the source went away");
-                    let reason = one_line(reason);
-                    crate::log::note(format_args!(
-                        "a migration to here failed: {reason}; listening on"
-                    ));
-                    self.events.send(&Event::Migration("failed"));
-                }
+                ReceiveStatus::Listening { .. } => {}
                 ReceiveStatus::Active => self.events.send(&Event::Migration("active")),
                 ReceiveStatus::Arrived => {
                     if before != ReceiveStatus::Active {
@@ -127,6 +134,49 @@ impl Control {
     }
 }
 
+/// Attempts that failed, and those of them that are not in the log yet. Each counts, however short
+/// it was; but a peer that fails as fast as it can gets a line a second.
+#[derive(Default)]
+struct Failures {
+    count: u64,
+    unsaid: u64,
+    reason: Option<String>,
+    said: Option<Instant>,
+}
+
+impl Failures {
+    /// Whether there are new ones.
+    fn look(&mut self, incoming: &dyn Incoming) -> bool {
+        let (count, reason) = incoming.failures();
+        let new = count - self.count;
+        if new > 0 {
+            (self.count, self.reason) = (count, reason);
+            self.unsaid += new;
+        }
+        new > 0
+    }
+
+    fn say(&mut self, now: Instant) {
+        let is_due = self.said.is_none_or(|said| now.duration_since(said) >= LINE_INTERVAL);
+        if self.unsaid == 0 || !is_due {
+            return;
+        }
+        self.said = Some(now);
+        crate::log::note(format_args!("{}", self.line()));
+        self.unsaid = 0;
+    }
+
+    fn line(&self) -> String {
+        let reason = one_line(self.reason.as_deref().unwrap_or("the source went away"));
+        match self.unsaid {
+            1 => format!("a migration to here failed: {reason}; listening on"),
+            many => {
+                format!("{many} migrations to here failed, the last one: {reason}; listening on")
+            }
+        }
+    }
+}
+
 /// `query-migrate` at a destination.
 pub(super) fn incoming_info(incoming: &dyn Incoming, guest_is_here: bool) -> Value {
     let mut info = Map::new();
@@ -147,4 +197,27 @@ pub(super) fn incoming_info(incoming: &dyn Incoming, guest_is_here: bool) -> Val
     let address = schema::socket_address(&incoming.address());
     info.insert("socket-address".to_owned(), json!([address]));
     Value::Object(info)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_that_come_fast_share_a_line_that_counts_them() {
+        let start = Instant::now();
+        let mut failures = Failures { reason: Some("no\nhello".to_owned()), ..Failures::default() };
+        failures.unsaid = 1;
+        assert_eq!(failures.line(), "a migration to here failed: no hello; listening on");
+        failures.say(start);
+        assert_eq!(failures.unsaid, 0, "the first is said at once");
+        failures.unsaid = 65;
+        failures.say(start + LINE_INTERVAL / 2);
+        assert_eq!(failures.unsaid, 65);
+        assert!(
+            failures.line().starts_with("65 migrations to here failed, the last one: no hello")
+        );
+        failures.say(start + LINE_INTERVAL);
+        assert_eq!(failures.unsaid, 0);
+    }
 }

@@ -3,6 +3,7 @@
 //! `x-`. A difference: strings take double quotes only.
 
 pub(crate) mod client;
+pub(crate) mod clients;
 mod dispatch;
 pub(crate) mod events;
 pub(crate) mod schema;

@@ -1,101 +1,70 @@
 //! The server side of a control socket. Each client has a thread that reads and executes and one
 //! that writes, so that a client that does not read holds up nobody else.
 
+use super::clients::Clients;
 use super::dispatch::{Mode, QmpError, execute};
 use super::stream::{Next, VALUE_BYTES_MAX, ValueReader};
 use super::{schema, to_line};
 use crate::control::{Control, spawn};
+use martlet_transport::wait_any;
+use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::{BufReader, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Most clients at once.
-pub(crate) const CLIENTS_MAX: usize = 16;
 /// Lines that wait for a client to read them.
 const OUTBOX_LINES_MAX: usize = 256;
 /// A client that takes nothing for this long is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause after the kernel refused to accept a client (too many open files, say).
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-
-/// The clients of a control socket.
-#[derive(Debug, Default)]
-pub(crate) struct Clients {
-    streams: Mutex<Vec<(u64, Arc<UnixStream>)>>,
-    changed: Condvar,
-}
-
-impl Clients {
-    fn lock(&self) -> MutexGuard<'_, Vec<(u64, Arc<UnixStream>)>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes a client in, unless there are too many.
-    fn admit(self: &Arc<Self>, id: u64, stream: &Arc<UnixStream>) -> Result<Place, QmpError> {
-        let mut streams = self.lock();
-        if streams.len() >= CLIENTS_MAX {
-            let desc = format!("there are {CLIENTS_MAX} clients already");
-            return Err(QmpError::generic(desc));
-        }
-        streams.push((id, Arc::clone(stream)));
-        Ok(Place { id, clients: Arc::clone(self) })
-    }
-
-    /// No more commands; waits until every client has what was written for it, at most `timeout`.
-    pub(crate) fn finish(&self, timeout: Duration) {
-        let deadline = Instant::now() + timeout;
-        let mut streams = self.lock();
-        for (_, stream) in streams.iter() {
-            let _ = stream.shutdown(Shutdown::Read);
-        }
-        while !streams.is_empty() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return;
-            }
-            streams = match self.changed.wait_timeout(streams, left) {
-                Ok((streams, _)) => streams,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
-        }
-    }
-}
-
-/// A client's place among [`CLIENTS_MAX`], free again when this is dropped.
-struct Place {
-    id: u64,
-    clients: Arc<Clients>,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.clients.lock().retain(|(id, _)| *id != self.id);
-        self.clients.changed.notify_all();
-    }
-}
+/// How long the next client is waited for at a time.
+const WAIT_MAX: Duration = Duration::from_secs(3600);
 
 /// Serves clients of `listener` until the process ends, on threads of its own.
 pub(crate) fn serve(listener: UnixListener, control: Arc<Control>) -> Arc<Clients> {
     let clients = Arc::new(Clients::default());
     let ours = Arc::clone(&clients);
     spawn("control accept", move || {
+        // A file that is open only to be closed when the host gives no other descriptor: its owner
+        // must be able to end this process then.
+        let mut spare = spare();
+        let mut is_short = false;
         loop {
+            let waited = wait_any(&mut [PollFd::new(&listener, PollFlags::IN)], WAIT_MAX);
+            if matches!(waited, Ok(false)) {
+                continue;
+            }
             match listener.accept() {
-                Ok((stream, _)) => serve_client(stream, &control, &ours),
+                Ok((stream, _)) => {
+                    is_short = false;
+                    serve_client(stream, &control, &ours);
+                    spare = spare.or_else(self::spare);
+                }
+                Err(_) if spare.take().is_some() => {}
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a client of the control socket");
+                    if !std::mem::replace(&mut is_short, true) {
+                        let text = "cannot accept a client of the control socket; trying on";
+                        tracing::warn!(%error, "{text}");
+                    }
+                    ours.evict_idlest();
                     thread::sleep(ACCEPT_RETRY);
                 }
             }
         }
     });
     clients
+}
+
+fn spare() -> Option<File> {
+    File::open("/dev/null").ok()
 }
 
 /// Starts the two threads of a client.
@@ -116,12 +85,14 @@ pub(crate) fn serve_client(stream: UnixStream, control: &Arc<Control>, clients: 
         }
     };
     let (outbox, inbox) = sync_channel(OUTBOX_LINES_MAX);
-    let control = Arc::clone(control);
-    let reading = Arc::clone(&stream);
-    spawn("control read", move || {
-        let client = Client { id, stream: reading, outbox, control };
-        client.run();
-    });
+    let client = Client {
+        id,
+        stream: Arc::clone(&stream),
+        outbox,
+        control: Arc::clone(control),
+        clients: Arc::clone(clients),
+    };
+    spawn("control read", move || client.run());
     spawn("control write", move || {
         write_lines(&stream, &inbox);
         let _ = stream.shutdown(Shutdown::Both);
@@ -144,6 +115,7 @@ struct Client {
     stream: Arc<UnixStream>,
     outbox: super::events::Outbox,
     control: Arc<Control>,
+    clients: Arc<Clients>,
 }
 
 impl Client {
@@ -153,7 +125,12 @@ impl Client {
         let mut values = ValueReader::new(BufReader::new(&*self.stream));
         loop {
             let is_there = match values.next() {
-                Ok(Next::Value(bytes)) => self.answer(&bytes, &mut mode),
+                Ok(Next::Value(bytes)) => {
+                    self.clients.begin(self.id);
+                    let is_there = self.answer(&bytes, &mut mode);
+                    self.clients.end(self.id);
+                    is_there
+                }
                 Ok(Next::TooLong) => {
                     let error = format!("a command is longer than {VALUE_BYTES_MAX} bytes");
                     self.say(&failure(&QmpError::generic(error), None));
@@ -166,6 +143,10 @@ impl Client {
             }
         }
         self.control.events().unsubscribe(self.id);
+        if self.clients.is_leaving(self.id) {
+            let error = "disconnected: another client needs the place of one that was silent";
+            self.say(&failure(&QmpError::generic(error), None));
+        }
     }
 
     /// Answers a value. Returns whether the client is still there.

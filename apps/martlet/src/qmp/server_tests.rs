@@ -1,6 +1,7 @@
 //! The control socket as clients see it, with a pretended guest behind it.
 
-use super::server::{CLIENTS_MAX, Clients, serve_client};
+use super::clients::{CLIENTS_MAX, Clients};
+use super::server::serve_client;
 use super::stream::VALUE_BYTES_MAX;
 use super::{client::Client, client::ClientError};
 use crate::cli::{Cli, Command};
@@ -182,18 +183,20 @@ fn a_command_without_end_is_cut_off() {
 }
 
 #[test]
-fn there_are_so_many_clients_and_no_more() {
+fn one_client_more_takes_the_place_of_the_idlest() {
     let (_, control, clients) = with_guest();
     let mut wires: Vec<Wire> = (0..CLIENTS_MAX).map(|_| Wire::ready(&control, &clients)).collect();
-    let mut refused = Wire::silent(&control, &clients);
-    assert!(refused.read()["error"]["desc"].as_str().unwrap().contains("16 clients"));
-    wires.pop();
-    // A place is free as soon as both threads of the one that left have noticed.
-    let freed = (0..500).any(|_| {
-        std::thread::sleep(Duration::from_millis(2));
-        Wire::silent(&control, &clients).read().get("QMP").is_some()
-    });
-    assert!(freed);
+    let mut idle = wires.remove(1);
+    for wire in &mut wires {
+        assert_eq!(wire.status(), "running");
+    }
+    let mut owner = Wire::ready(&control, &clients);
+    assert_eq!(owner.status(), "running");
+    assert!(idle.read()["error"]["desc"].as_str().unwrap().starts_with("disconnected"));
+    assert_eq!(idle.0.read(&mut [0]).unwrap(), 0);
+    for wire in &mut wires {
+        assert_eq!(wire.status(), "running");
+    }
 }
 
 #[test]
@@ -459,7 +462,7 @@ fn a_guest_arrives() {
     let set = |status| *incoming.status.lock().unwrap() = status;
     set(ReceiveStatus::Active);
     assert_eq!(other.event().1["status"], "active");
-    set(ReceiveStatus::Listening { last_error: Some("the source\nwent away".to_owned()) });
+    incoming.fail("the source\nwent away");
     assert_eq!(other.event().1["status"], "failed");
     let info = owner.run("query-migrate", &json!({}))["return"].clone();
     assert_eq!(info["error-desc"], "the source went away");

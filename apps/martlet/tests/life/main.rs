@@ -4,6 +4,7 @@
 #[path = "../support/command.rs"]
 mod command;
 mod ending;
+mod limits;
 mod log;
 mod outcome;
 mod sockets;

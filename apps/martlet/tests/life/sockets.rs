@@ -123,3 +123,19 @@ fn a_folder_that_somebody_else_has_locked_is_said() {
     assert!(said.contains("stays locked by another process (flock)"), "{said}");
     assert!(!Path::new(&control).exists());
 }
+
+#[test]
+fn a_relative_path_is_below_the_folder_of_who_writes_it() {
+    let (folder, elsewhere) = (Folder::new(), Folder::new());
+    let (here, there) = (elsewhere.at("a"), folder.at("b"));
+    let _source = start_guest(&here);
+    await_filled(&here);
+    let receive = ["receive", "--listen", "unix:m"];
+    let mut receiver = command(&receive);
+    receiver.current_dir(&folder.0);
+    let _destination = start_command(&there, &receive, &mut receiver, Stdio::null());
+    status(&there);
+    let mut migrate = command(&["migrate", "--control", &here, "unix:m", "--json"]);
+    let end = json(&migrate.current_dir(&folder.0).output().expect("starts"));
+    assert_eq!(end["outcome"], "completed");
+}

@@ -15,6 +15,7 @@ use martlet_wire::control::Control;
 use martlet_wire::frame::Reader;
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
 use rustix::event::{PollFd, PollFlags};
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -47,6 +48,8 @@ pub(super) fn run(listener: &Listener, shared: &Arc<Shared>) {
         connections: Vec::new(),
         sources: Arc::new(AtomicUsize::new(0)),
         accept_at: None,
+        spare: spare(),
+        is_short: false,
     };
     while !shared.is_stopping() {
         if let Err(panic) = host::guarded(|| reception.step()) {
@@ -54,6 +57,10 @@ pub(super) fn run(listener: &Listener, shared: &Arc<Shared>) {
             reception.connections.clear();
         }
     }
+}
+
+fn spare() -> Option<File> {
+    File::open("/dev/null").ok()
 }
 
 /// A connection that belongs nowhere yet.
@@ -88,6 +95,10 @@ struct Reception<'a> {
     sources: Arc<AtomicUsize>,
     /// No connection is accepted before.
     accept_at: Option<Instant>,
+    /// Open only to be closed when the host gives no other descriptor.
+    spare: Option<File>,
+    /// The host gave none at the last look.
+    is_short: bool,
 }
 
 impl Reception<'_> {
@@ -135,6 +146,7 @@ impl Reception<'_> {
         for _ in 0..ACCEPTS_AT_ONCE {
             match self.listener.try_accept() {
                 Ok(Some(stream)) => {
+                    self.is_short = false;
                     if self.connections.len() == CONNECTIONS_MAX {
                         let oldest = self.connections.remove(0);
                         let full = HelloReply::refuse(Status::LIMIT);
@@ -148,12 +160,26 @@ impl Reception<'_> {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    warn!(%error, "cannot accept a connection");
+                    if !std::mem::replace(&mut self.is_short, true) {
+                        warn!(%error, "cannot accept connections: refused until that passes");
+                    }
+                    self.refuse_one();
                     self.accept_at = Some(now.after(ACCEPT_PAUSE));
                     return;
                 }
             }
         }
+    }
+
+    /// With the descriptor that is kept for it, so that a peer learns at once why nobody greets it.
+    fn refuse_one(&mut self) {
+        drop(self.spare.take());
+        if let Ok(Some(stream)) = self.listener.try_accept() {
+            // What it said already: an end with unread bytes may take the answer along.
+            let _ = Greeting::default().advance(&stream);
+            drop(reply(&stream, &HelloReply::refuse(Status::LIMIT)));
+        }
+        self.spare = spare();
     }
 
     /// Reads on a connection and, once it has said enough, sends it where it belongs.

@@ -91,6 +91,12 @@ impl Receiver {
         self.shared.status()
     }
 
+    /// How many attempts have failed, and why the last one did. A look at the status misses those
+    /// that begin and fail between two looks.
+    pub fn failures(&self) -> (u64, Option<String>) {
+        self.shared.failures()
+    }
+
     /// Waits until the status is `Arrived` or `Stopped`, at most `timeout`; returns the status.
     pub fn wait(&self, timeout: Duration) -> ReceiveStatus {
         self.shared.wait(timeout)

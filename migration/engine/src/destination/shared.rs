@@ -29,6 +29,8 @@ struct Inner {
     /// The owner wants no more attempts.
     stopping: bool,
     last_error: Option<String>,
+    /// Attempts that failed.
+    failures: u64,
     /// What became of earlier attempts.
     ledger: Ledger,
     /// The attempt under way.
@@ -72,6 +74,7 @@ impl Shared {
                 phase: Phase::Listening,
                 stopping: false,
                 last_error: None,
+                failures: 0,
                 ledger: Ledger::new(InstanceId(host::random_id()?)),
                 current: None,
             }),
@@ -91,6 +94,11 @@ impl Shared {
             Phase::Arrived => ReceiveStatus::Arrived,
             Phase::Stopped => ReceiveStatus::Stopped,
         }
+    }
+
+    pub(super) fn failures(&self) -> (u64, Option<String>) {
+        let inner = self.lock();
+        (inner.failures, inner.last_error.clone())
     }
 
     pub(super) fn wait(&self, timeout: Duration) -> ReceiveStatus {
@@ -187,6 +195,7 @@ impl Shared {
             Err(reason) => {
                 inner.phase = if inner.stopping { Phase::Stopped } else { Phase::Listening };
                 inner.last_error = Some(reason);
+                inner.failures += 1;
             }
         }
         drop(inner);
