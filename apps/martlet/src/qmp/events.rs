@@ -82,9 +82,22 @@ pub(crate) struct EventBus {
 }
 
 impl EventBus {
-    /// Sends events to this client from now on.
-    pub(crate) fn subscribe(&self, id: u64, outbox: Outbox, stream: Arc<UnixStream>) {
-        self.lock().push(Listener { id, outbox, stream });
+    /// Sends `reply` to this client, and events from now on: none comes before the reply, and none
+    /// is missed once it was read. Returns whether the client is still there; one that has not read
+    /// what it got before is not waited for.
+    pub(crate) fn subscribe(
+        &self,
+        id: u64,
+        outbox: Outbox,
+        stream: Arc<UnixStream>,
+        reply: Arc<str>,
+    ) -> bool {
+        let mut listeners = self.lock();
+        let is_there = outbox.try_send(reply).is_ok();
+        if is_there {
+            listeners.push(Listener { id, outbox, stream });
+        }
+        is_there
     }
 
     /// No more events for this client.
@@ -302,7 +315,8 @@ mod tests {
         let bus = EventBus::default();
         let (outbox, inbox) = sync_channel(1);
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        bus.subscribe(1, outbox, Arc::new(ours));
+        assert!(bus.subscribe(1, outbox, Arc::new(ours), "reply".into()));
+        assert_eq!(&*inbox.recv().unwrap(), "reply");
         bus.send(&Event::Stop);
         bus.send(&Event::Resume);
         assert!(bus.lock().is_empty());

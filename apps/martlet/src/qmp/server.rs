@@ -156,15 +156,11 @@ impl Client {
             Ok(object) => self.reply(object, mode),
             Err(error) => failure(&QmpError::generic(format!("JSON parse error: {error}")), None),
         };
-        if !self.say(&reply) {
-            return false;
+        if before == *mode {
+            return self.say(&reply);
         }
-        // After the reply, so that no event comes before it.
-        if before != *mode {
-            let (outbox, stream) = (self.outbox.clone(), Arc::clone(&self.stream));
-            self.control.events().subscribe(self.id, outbox, stream);
-        }
-        true
+        let (outbox, stream) = (self.outbox.clone(), Arc::clone(&self.stream));
+        self.control.events().subscribe(self.id, outbox, stream, to_line(&reply).into())
     }
 
     fn reply(&self, object: Value, mode: &mut Mode) -> Value {
