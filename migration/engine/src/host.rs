@@ -60,7 +60,7 @@ pub(crate) fn guarded<T>(body: impl FnOnce() -> T) -> Result<T, String> {
 /// Memory of this host.
 pub(crate) fn memory() -> ByteCount {
     let info = rustix::system::sysinfo();
-    ByteCount(u64::from(info.totalram).saturating_mul(u64::from(info.mem_unit)))
+    ByteCount(info.totalram.saturating_mul(u64::from(info.mem_unit)))
 }
 
 /// A thread that outlives its maker, with a name that `top -H` shows.

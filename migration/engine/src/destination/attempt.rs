@@ -348,7 +348,7 @@ impl Attempt {
             match self.control.try_receive_if(|kind| self.machine.admits(kind)) {
                 Ok(Some(message)) => self.tell(DestinationEvent::Received(message)),
                 Ok(None) => break,
-                Err(error) => self.stop_reading(error),
+                Err(error) => self.stop_reading(&error),
             }
             any = true;
             self.act();
@@ -356,13 +356,13 @@ impl Attempt {
         any
     }
 
-    fn stop_reading(&mut self, error: ReceiveError) {
+    fn stop_reading(&mut self, error: &ReceiveError) {
         self.control_open = false;
-        let reason = crate::chain(&error);
+        let reason = crate::chain(error);
         match error {
             ReceiveError::Protocol(_) => self.tell(DestinationEvent::Malformed { reason }),
             ReceiveError::Refused(kind) => {
-                self.tell(DestinationEvent::Refused(kind));
+                self.tell(DestinationEvent::Refused(*kind));
                 self.tell(DestinationEvent::ControlLost { reason });
             }
             _ => self.tell(DestinationEvent::ControlLost { reason }),
