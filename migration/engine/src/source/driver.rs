@@ -155,6 +155,7 @@ struct Round {
     started: Instant,
     pages: u64,
     bytes_before: u64,
+    pages_before: u64,
     handed_out: bool,
     barriers_left: usize,
     /// How long it took until the destination had all of it.

@@ -30,6 +30,28 @@ pub(super) struct Sent {
     pub(super) zero: AtomicU64,
 }
 
+/// Pages that the lanes sent so far.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SentPages {
+    pub(super) normal: u64,
+    pub(super) zero: u64,
+}
+
+impl SentPages {
+    pub(super) fn total(self) -> u64 {
+        self.normal + self.zero
+    }
+}
+
+impl Sent {
+    pub(super) fn pages(&self) -> SentPages {
+        SentPages {
+            normal: self.normal.load(Ordering::Relaxed),
+            zero: self.zero.load(Ordering::Relaxed),
+        }
+    }
+}
+
 /// What all lanes share.
 pub(super) struct Common {
     ram: Arc<GuestRam>,

@@ -8,7 +8,7 @@ use crate::source::switchover::{self, Remote};
 use crate::{chain, host};
 use martlet_protocol::{Failure, SourceEvent, SourceOutcome};
 use martlet_transport::monotonic_now;
-use martlet_units::ByteCount;
+use martlet_units::{ByteCount, PageCount};
 use martlet_wire::control::Answer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -51,7 +51,10 @@ impl Driver<'_> {
         };
         info!(?outcome, error = error.as_deref(), "the migration ended");
         match outcome {
-            Outcome::Completed => self.guest = self.vmm.guest_check(),
+            Outcome::Completed => {
+                self.guest = self.vmm.guest_check();
+                self.shared.update(|progress| progress.remaining = PageCount(0));
+            }
             Outcome::Undecided | Outcome::GivenUp => {}
             // The next attempt may begin as soon as this one has reported.
             Outcome::Failed | Outcome::Cancelled => {

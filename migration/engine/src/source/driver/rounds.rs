@@ -74,6 +74,7 @@ impl Driver<'_> {
             started: monotonic_now(),
             pages: self.dirty.count(),
             bytes_before: self.sent.bytes.load(Ordering::Relaxed),
+            pages_before: self.sent.pages().total(),
             handed_out: false,
             barriers_left: self.lanes.as_ref().map_or(0, Lanes::count),
             took: None,
@@ -144,26 +145,27 @@ impl Driver<'_> {
         self.round.is_some_and(|round| !round.handed_out)
     }
 
+    /// Shows the owner what has been done: what a lane still has in its hands counts as remaining.
     pub(super) fn publish(&self) {
         let bytes = self.sent.bytes.load(Ordering::Relaxed);
-        let round = self.round;
-        let now = monotonic_now();
+        let (sent, round, now) = (self.sent.pages(), self.round, monotonic_now());
         let remaining = match round {
-            Some(round) if !round.handed_out => {
-                PageCount(round.pages.saturating_sub(self.scanner.handed_out().0))
+            Some(round) if round.took.is_none() => {
+                PageCount(round.pages.saturating_sub(sent.total() - round.pages_before))
             }
             _ => self.measured.dirty,
         };
         self.shared.update(|progress| {
             progress.bytes_sent = ByteCount(bytes);
-            progress.pages.normal = self.sent.normal.load(Ordering::Relaxed);
-            progress.pages.zero = self.sent.zero.load(Ordering::Relaxed);
+            (progress.pages.normal, progress.pages.zero) = (sent.normal, sent.zero);
             progress.remaining = remaining;
-            if let Some(round) = round {
-                progress.round = round.number;
-                let elapsed = round.took.unwrap_or_else(|| now.since(round.started));
-                progress.rate =
-                    BytesPerSec::measured(ByteCount(bytes - round.bytes_before), elapsed);
+            let Some(round) = round else { return };
+            progress.round = round.number;
+            let elapsed = round.took.unwrap_or_else(|| now.since(round.started));
+            let bytes = bytes - round.bytes_before;
+            // A round that has just begun says nothing of the rate yet.
+            if bytes > 0 {
+                progress.rate = BytesPerSec::measured(ByteCount(bytes), elapsed);
             }
         });
     }
