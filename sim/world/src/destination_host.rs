@@ -10,7 +10,7 @@ use martlet_protocol::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
     DestinationPhase, Ledger,
 };
-use martlet_units::Instant;
+use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Answer, InstanceId, MigrationId};
 
 /// A process that takes a guest in.
@@ -134,7 +134,7 @@ impl World {
             return Ok(());
         }
         let before = protocol.phase();
-        protocol.on_event(now, event);
+        protocol.on_event(self.clock.at(now), event);
         let after = protocol.phase();
         if before != after {
             self.trace.line(now, format_args!("destination {before:?} -> {after:?}"));
@@ -145,11 +145,13 @@ impl World {
     pub(crate) fn destination_timer(&mut self) -> Result<(), Violation> {
         let now = self.queue.now();
         let Some(protocol) = &mut self.destination.protocol else { return Ok(()) };
-        if !self.destination.alive || protocol.poll_timeout().is_none_or(|at| at > now) {
+        if !self.destination.alive
+            || protocol.poll_timeout().is_none_or(|at| at > self.clock.at(now))
+        {
             return Ok(());
         }
         let before = protocol.phase();
-        protocol.on_timeout(now);
+        protocol.on_timeout(self.clock.at(now));
         let after = protocol.phase();
         if before != after {
             self.trace.line(now, format_args!("destination's time is up: {before:?} -> {after:?}"));
@@ -165,7 +167,8 @@ impl World {
         }
         let timeout = self.destination.protocol.as_ref().and_then(Destination::poll_timeout);
         if let Some(at) = timeout {
-            self.queue.put_at(at.max(self.queue.now()), Event::DestinationTimer);
+            let at = self.clock.when(at).max(self.queue.now());
+            self.queue.put_at(at, Event::DestinationTimer);
         }
         Ok(())
     }
@@ -180,7 +183,10 @@ impl World {
                 self.destination.accepting = true;
                 self.destination.channels = vec![None; usize::from(count)];
             }
-            DestinationAction::LoadState { bytes, rehearsal, .. } => {
+            DestinationAction::LoadState { bytes, rehearsal, clock } => {
+                if !rehearsal {
+                    self.check_clock(clock)?;
+                }
                 self.destination_works(100, DestinationWork::Load { bytes, rehearsal });
             }
             DestinationAction::Arm => self.trace.line(now, format_args!("destination armed")),
@@ -247,13 +253,13 @@ impl World {
                 self.tell_destination(DestinationEvent::OwnDigest(digest))
             }
             DestinationWork::Start => {
-                let at = self.queue.now();
+                let at = self.clock.at(self.queue.now());
                 self.tell_destination(DestinationEvent::Started { at })?;
                 self.destination_works(200, DestinationWork::Alive);
                 Ok(())
             }
             DestinationWork::Alive => {
-                let first_heartbeat_ns = Some(self.queue.now().0);
+                let first_heartbeat_ns = Some(self.clock.at(self.queue.now()).0);
                 let alive = Alive {
                     first_heartbeat_ns,
                     cpu_ns: 0,
@@ -265,6 +271,19 @@ impl World {
                 self.tell_destination(DestinationEvent::Alive(alive))
             }
         }
+    }
+
+    /// The destination knows when the state was saved, as exactly as it is told.
+    fn check_clock(&self, clock: Option<ClockOffset>) -> Result<(), Violation> {
+        let Some((clock, saved)) = clock.zip(self.source.saved_at) else {
+            return ensure(false, || "a final state without a clock".to_owned());
+        };
+        let off = clock.from_peer(saved).0.abs_diff(self.clock.at(saved).0);
+        // Two readings are rounded.
+        let error = clock.error + Duration::from_nanos(2);
+        ensure(Duration::from_nanos(off) <= error, || {
+            format!("the clocks are off by {off} ns, said was at most {error:?}")
+        })
     }
 
     fn load(&mut self, bytes: &[u8], rehearsal: bool) -> Result<(), Violation> {

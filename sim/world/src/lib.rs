@@ -24,6 +24,7 @@
 mod checker;
 mod destination_host;
 mod guest;
+mod host_clock;
 mod link;
 mod queue;
 mod scenario;

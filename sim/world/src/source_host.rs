@@ -29,6 +29,8 @@ pub(crate) struct SourceHost {
     pub(crate) tracker: Option<Tracker>,
     /// Rises when the work for a round has to end.
     work: u64,
+    /// When the last state was saved.
+    pub(crate) saved_at: Option<Instant>,
     convergence: Convergence,
     round_began: Instant,
     round_sent: PageCount,
@@ -68,6 +70,7 @@ impl SourceHost {
             protocol: None,
             tracker: None,
             work: 0,
+            saved_at: None,
             convergence: Convergence::new(AutoConverge::Off),
             round_began: Instant::default(),
             round_sent: PageCount(0),
@@ -209,6 +212,7 @@ impl World {
                 self.tell_source(SourceEvent::Rehearsed { state })
             }
             SourceWork::Save => {
+                self.source.saved_at = Some(self.queue.now());
                 let bytes = self.source.machine.state.to_le_bytes().to_vec();
                 self.tell_source(SourceEvent::StateSaved { bytes })
             }

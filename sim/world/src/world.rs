@@ -2,6 +2,7 @@
 
 use crate::checker::{Checker, Violation, ensure};
 use crate::destination_host::{DestinationHost, DestinationWork};
+use crate::host_clock::HostClock;
 use crate::link::{Cut, Link, LinkId, Side};
 use crate::queue::Queue;
 use crate::scenario::{Fault, START, Scenario, When};
@@ -89,6 +90,8 @@ pub(crate) struct World {
     pub(crate) trace: Trace,
     pub(crate) checker: Checker,
     pub(crate) source: SourceHost,
+    /// The destination host's; the source's is the world's.
+    pub(crate) clock: HostClock,
     pub(crate) destination: DestinationHost,
     /// Counts from 1; what belongs to an earlier one arrives nowhere.
     pub(crate) attempt: u32,
@@ -153,6 +156,7 @@ impl World {
             trace: Trace::new(keep_trace),
             checker: Checker::default(),
             source: SourceHost::new(scenario.pages, scenario.running),
+            clock: HostClock::new(scenario.seed),
             destination: DestinationHost::new(&mut chance),
             attempt: 0,
             migration: MigrationId([0; 16]),
@@ -218,7 +222,7 @@ impl World {
     /// Connects the source to the destination. `false` if that does not take it in now.
     fn try_attempt(&mut self) -> Result<bool, Violation> {
         let now = self.queue.now();
-        if !self.destination.try_begin(now, &mut self.chance) {
+        if !self.destination.try_begin(self.clock.at(now), &mut self.chance) {
             return Ok(false);
         }
         self.attempt += 1;
