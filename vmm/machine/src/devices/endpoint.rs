@@ -267,10 +267,8 @@ fn deliver(endpoint: &Weak<Endpoint>, mut bytes: &[u8], stop: &OwnedFd) {
         drop(strong);
         let taken = bus.map_or(0, |bus| bus.serial_input(bytes));
         bytes = bytes.get(taken..).unwrap_or(&[]);
-        if taken == 0 {
-            if !pause(stop, FULL_WAIT) {
-                return;
-            }
+        if taken == 0 && !pause(stop, FULL_WAIT) {
+            return;
         }
     }
 }
