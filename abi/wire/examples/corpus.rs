@@ -34,11 +34,16 @@ fn messages() -> Vec<Control> {
         Control::RoundReceived(RoundReceived { round: 7 }),
         Control::Rehearse(state.clone()),
         Control::Rehearsed(Rehearsed { load_ns: 100_000, start_ns: 5_000 }),
-        Control::SwitchoverSoon(SwitchoverSoon { last_round: 8 }),
+        Control::SwitchoverSoon(SwitchoverSoon { last_round: 8, called_off: None }),
         Control::FinalState(state),
         Control::AskDigest,
         Control::Digest(Digest { digest: [5; 32] }),
-        Control::Commit(Commit { migration, last_round: 8, running: true }),
+        Control::Commit(Commit {
+            migration,
+            last_round: 8,
+            running: true,
+            complete_within_ms: None,
+        }),
         Control::Committed(Committed { commit_ns: 1, ready_ns: 2, started_ns: 3 }),
         Control::CommitRefused(Abandon::because("no room")),
         Control::Alive(Alive {

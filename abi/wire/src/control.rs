@@ -167,6 +167,10 @@ pub struct SwitchoverSoon {
     /// can tell a channel that has done its work from one that was lost too early.
     #[n(0)]
     pub last_round: u32,
+    /// The stop that was announced is called off: the guest runs on, the round goes on as one like
+    /// any other, and more will follow. Only before the final state was sent.
+    #[n(1)]
+    pub called_off: Option<bool>,
 }
 
 /// A digest of the destination's memory.
@@ -191,6 +195,10 @@ pub struct Commit {
     /// Whether the guest ran when it was stopped; a paused guest stays paused.
     #[n(2)]
     pub running: bool,
+    /// How long, from this message on, what is missing may take to arrive; then the right goes
+    /// back. Without it, the reader's own limit holds.
+    #[n(3)]
+    pub complete_within_ms: Option<u32>,
 }
 
 /// The destination holds the right and acted on it. Times are on the destination's clock.

@@ -15,7 +15,7 @@ struct NewerCommit {
     last_round: u32,
     #[n(2)]
     running: bool,
-    #[n(3)]
+    #[n(30)]
     queues: Vec<(u16, u64)>,
     #[n(40)]
     note: Option<String>,
@@ -40,7 +40,12 @@ fn old_reads_new() {
     };
     let body = minicbor::to_vec(&newer).unwrap();
     let read = Control::decode(Kind::COMMIT, &body).unwrap();
-    let commit = Commit { migration: MigrationId([7; 16]), last_round: 4, running: false };
+    let commit = Commit {
+        migration: MigrationId([7; 16]),
+        last_round: 4,
+        running: false,
+        complete_within_ms: None,
+    };
     assert_eq!(read, Control::Commit(commit));
 }
 

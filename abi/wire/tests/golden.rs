@@ -141,7 +141,13 @@ fn control_messages() {
     );
     check(&Control::ChannelsReady, 3, "a0");
     check(&Control::RoundReceived(RoundReceived { round: 24 }), 4, "a1 00 18 18");
-    check(&Control::SwitchoverSoon(SwitchoverSoon { last_round: 3 }), 7, "a1 00 03");
+    check(
+        &Control::SwitchoverSoon(SwitchoverSoon { last_round: 3, called_off: None }),
+        7,
+        "a1 00 03",
+    );
+    let called_off = SwitchoverSoon { last_round: 3, called_off: Some(true) };
+    check(&Control::SwitchoverSoon(called_off), 7, "a2 00 03 01 f5");
     let state = |checksum, clock| State { bytes: vec![0xff; 2], checksum, clock };
     check(&Control::FinalState(state(None, None)), 8, "a1 00 42 ffff");
     let clock = Some(MeasuredClock { offset_ns: -2, error_ns: 0x1234 });
@@ -153,9 +159,25 @@ fn control_messages() {
     check(&Control::FinalState(state(checksum, None)), 8, &format!("a2 00 42 ffff 01 50 {sum}"));
     check(&Control::AskDigest, 9, "a0");
     check(
-        &Control::Commit(Commit { migration, last_round: 7, running: true }),
+        &Control::Commit(Commit {
+            migration,
+            last_round: 7,
+            running: true,
+            complete_within_ms: None,
+        }),
         11,
         &format!("a3 00 50 {ID_HEX} 01 07 02 f5"),
+    );
+    let bound = Some(1000);
+    check(
+        &Control::Commit(Commit {
+            migration,
+            last_round: 7,
+            running: true,
+            complete_within_ms: bound,
+        }),
+        11,
+        &format!("a4 00 50 {ID_HEX} 01 07 02 f5 03 19 03e8"),
     );
     check(&Control::CommitRefused(Abandon::because("no")), 13, "a1 00 62 6e6f");
     check(

@@ -47,11 +47,16 @@ fn messages() -> Vec<Control> {
         Control::RoundReceived(RoundReceived { round: 70_000 }),
         Control::Rehearse(state.clone()),
         Control::Rehearsed(Rehearsed { load_ns: 100_000, start_ns: 5_000 }),
-        Control::SwitchoverSoon(SwitchoverSoon { last_round: 70_001 }),
+        Control::SwitchoverSoon(SwitchoverSoon { last_round: 70_001, called_off: None }),
         Control::FinalState(state),
         Control::AskDigest,
         Control::Digest(Digest { digest: [5; 32] }),
-        Control::Commit(Commit { migration, last_round: 70_001, running: true }),
+        Control::Commit(Commit {
+            migration,
+            last_round: 70_001,
+            running: true,
+            complete_within_ms: None,
+        }),
         Control::Committed(Committed { commit_ns: 1, ready_ns: 2, started_ns: u64::MAX }),
         Control::CommitRefused(Abandon::because("no room")),
         Control::Alive(Alive {

@@ -84,6 +84,9 @@ impl Proxy {
             queries.1 += 1;
             self.changed.notify_all();
             drop(self.changed.wait_while(queries, |queries| !queries.0).unwrap());
+            if self.gone.load(Ordering::SeqCst) {
+                return;
+            }
         }
         let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
         for end in [&client, &server] {

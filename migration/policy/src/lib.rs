@@ -18,5 +18,5 @@ pub use channels::default_channels;
 pub use converge::{
     AutoConverge, Convergence, Decision, POLISH_ROUNDS_MAX, RoundResult, THROTTLE_PERCENT_MAX,
 };
-pub use pace::Pacer;
+pub use pace::{Pacer, Slot};
 pub use predict::{Measurements, Prediction, predict};

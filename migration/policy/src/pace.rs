@@ -12,7 +12,8 @@ const CATCH_UP: Duration = Duration::from_millis(2);
 
 /// Hands out slots on a link of a given rate, one after the other, to any number of channels.
 ///
-/// Before a channel sends, it calls [`Pacer::delay`] and waits that long. If no piece is longer
+/// Before a channel sends, it takes a slot by [`Pacer::reserve`] and waits until [`Pacer::wait`] says
+/// that it has begun. If no piece is longer
 /// than [`Pacer::slice`], the bytes sent in any 100 ms or more exceed the limit by less than 5 %;
 /// and as long as channels always have something to send and wake within 2 ms, they fall short of
 /// it by less than 5 %. Longer pieces keep the rate too, over stretches long enough to hold many
@@ -28,29 +29,35 @@ pub struct Pacer {
 /// Billionths of a byte: a rate in bytes a second times a time in nanoseconds.
 type Work = u128;
 
+/// A place on the link that was given to somebody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot(Work);
+
 #[derive(Debug)]
 struct State {
     /// `None` is no limit.
     rate: Option<BytesPerSec>,
-    /// When this rate began.
+    /// When this rate began, and what the link could have carried until then.
     epoch: Instant,
-    /// Given out since the epoch, and forgone because nobody wanted it in time.
+    before: Work,
+    /// Given out, and forgone because nobody wanted it in time.
     given: Work,
 }
 
 impl Pacer {
     /// A pacer for this rate, or without a limit. A rate of zero counts as one byte a second.
     pub fn new(now: Instant, rate: Option<BytesPerSec>) -> Pacer {
-        Pacer { state: Mutex::new(State { rate, epoch: now, given: 0 }) }
+        Pacer { state: Mutex::new(State { rate, epoch: now, before: 0, given: 0 }) }
     }
 
-    /// Changes the rate. Slots that were given out keep their length in bytes: what was promised
-    /// and not yet due is worked off at the new rate. Who waits already goes on waiting, so long
-    /// waits should be cut into pieces, or the pieces kept to [`Pacer::slice`].
+    /// Changes the rate, also for those who wait already. Slots that were given out keep their
+    /// length in bytes: what was promised and not yet due is worked off at the new rate.
     pub fn set_rate(&self, now: Instant, rate: Option<BytesPerSec>) {
         let mut state = self.lock();
-        let owed = if rate.is_some() { state.given.saturating_sub(state.due(now)) } else { 0 };
-        *state = State { rate, epoch: now, given: owed };
+        // Without a limit nothing is owed: neither now nor once there is one again.
+        let is_limited = state.rate.is_some() && rate.is_some();
+        let before = if is_limited { state.due(now) } else { state.given.max(state.due(now)) };
+        *state = State { rate, epoch: now, before, given: state.given };
     }
 
     /// The most bytes to send in one piece: 2 ms worth, but at least a page. `None` without a
@@ -61,18 +68,24 @@ impl Pacer {
         Some(ByteCount(bytes.max(PAGE_SIZE)))
     }
 
-    /// Takes the next slot for `bytes` bytes and returns how long from `now` it begins; zero if it
-    /// may be used at once. Each call takes a slot of its own, so of several channels each gets
-    /// another moment. `now` may go back a little, as it does between threads.
-    pub fn delay(&self, now: Instant, bytes: ByteCount) -> Duration {
+    /// Takes the next slot for `bytes` bytes. Each call takes a slot of its own, so of several
+    /// channels each gets another moment. `now` may go back a little, as it does between threads.
+    pub fn reserve(&self, now: Instant, bytes: ByteCount) -> Slot {
         let mut state = self.lock();
-        let Some(rate) = state.rate else { return Duration::ZERO };
+        let Some(rate) = state.rate else { return Slot(0) };
         let due = state.due(now);
         // What was not used in time is lost, but for a little: a channel that woke late, or a
         // pause between rounds, must not lower the rate by much, nor bring a burst.
         let begin = state.given.max(due.saturating_sub(work_in(rate, CATCH_UP)));
         state.given = begin.saturating_add(u128::from(bytes.0) * WORK_PER_BYTE);
-        time_for(rate, begin.saturating_sub(due))
+        Slot(begin)
+    }
+
+    /// How long from `now` until a slot begins, at the rate of the moment; zero if it has.
+    pub fn wait(&self, now: Instant, slot: Slot) -> Duration {
+        let state = self.lock();
+        let Some(rate) = state.rate else { return Duration::ZERO };
+        time_for(rate, slot.0.saturating_sub(state.due(now)))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -82,9 +95,10 @@ impl Pacer {
 }
 
 impl State {
-    /// What the link could have carried from the epoch until `now`.
+    /// What the link could have carried until `now`.
     fn due(&self, now: Instant) -> Work {
-        self.rate.map_or(0, |rate| work_in(rate, now.since(self.epoch)))
+        let since = self.rate.map_or(0, |rate| work_in(rate, now.since(self.epoch)));
+        self.before.saturating_add(since)
     }
 }
 

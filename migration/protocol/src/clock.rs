@@ -58,6 +58,21 @@ impl Pinger {
         self.next_ping
     }
 
+    /// The next ping comes no later than this.
+    pub(crate) fn ping_again_after(&mut self, now: Instant, interval: Duration) {
+        self.next_ping = now.after(interval);
+    }
+
+    /// Whether another ping may be unanswered.
+    pub(crate) fn has_room(&self) -> bool {
+        self.asked.len() < UNANSWERED_MAX
+    }
+
+    /// When the peer was last heard.
+    pub(crate) fn heard_at(&self) -> Instant {
+        self.silence.since
+    }
+
     pub(crate) fn silence(&mut self) -> &mut Silence {
         &mut self.silence
     }
@@ -67,7 +82,7 @@ impl Pinger {
     }
 
     pub(crate) fn ping(&mut self, now: Instant) -> Ping {
-        self.next_ping = now.after(PING_INTERVAL);
+        self.ping_again_after(now, PING_INTERVAL);
         if self.asked.len() == UNANSWERED_MAX {
             self.asked.pop_front();
         }
@@ -75,10 +90,10 @@ impl Pinger {
         Ping { sent_ns: now.0 }
     }
 
-    /// An answer to nothing that was asked measures nothing, and is no fault either.
-    pub(crate) fn on_pong(&mut self, now: Instant, pong: Pong) {
+    /// Whether it was asked for. An answer to nothing that was asked measures nothing.
+    pub(crate) fn on_pong(&mut self, now: Instant, pong: Pong) -> bool {
         let Some(place) = self.asked.iter().position(|sent| sent.0 == pong.sent_ns) else {
-            return;
+            return false;
         };
         // Answers come in order: older pings will not be answered any more.
         self.asked.drain(..=place);
@@ -87,11 +102,12 @@ impl Pinger {
         let midpoint = Instant(pong.sent_ns).after(half);
         let offset = i128::from(pong.answered_ns) - i128::from(midpoint.0);
         let limit = |value: i128| i64::try_from(value).ok();
-        let Some(offset_ns) = limit(offset) else { return };
+        let Some(offset_ns) = limit(offset) else { return true };
         if self.samples.len() == SAMPLES_MAX {
             self.samples.pop_front();
         }
         self.samples.push_back(Sample { round_trip, offset_ns, at: now });
+        true
     }
 
     /// The shortest round trip of the last few.

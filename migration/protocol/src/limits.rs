@@ -9,22 +9,54 @@ pub const SETUP_WAIT_MAX: Duration = Duration::from_secs(10);
 pub const SETUP_MAX: Duration = Duration::from_secs(30);
 /// Both sides, until all data channels are there.
 pub const CHANNELS_WAIT_MAX: Duration = Duration::from_secs(10);
-/// The source, from the last byte of a round handed to the kernel to `RoundReceived`: socket
-/// buffers of a few MiB on the slowest link that makes sense.
+/// The source, from the last byte of a round that left its kernel to `RoundReceived`.
 pub const ROUND_ACK_MAX: Duration = Duration::from_secs(30);
 /// The source, from `Rehearse` to `Rehearsed`.
 pub const REHEARSAL_MAX: Duration = Duration::from_secs(10);
-/// The source, from the stopped guest to the commit, beyond twice the downtime limit. Then the
-/// prediction was so wrong that going on serves nobody.
-pub const SWITCHOVER_GRACE: Duration = Duration::from_secs(10);
+/// The bound of a blackout is so many downtime limits ...
+const BLACKOUT_LIMITS: u32 = 3;
+/// ... and at least this: less is within what a busy host makes of a thread that wants to run.
+const BLACKOUT_MIN: Duration = Duration::from_secs(1);
+/// Behind the commit the destination has at least this part of the bound, and the source waits for
+/// its answer this part longer than that.
+const AFTER_COMMIT_PART: u32 = 2;
+/// While the guest is stopped the destination is asked this often whether it is there ...
+pub(crate) const STOPPED_PING_INTERVAL: Duration = Duration::from_millis(50);
+/// ... and one that was not heard for this long, or several round trips, gets no commit.
+pub(crate) const UNHEARD_MAX: Duration = Duration::from_millis(250);
+/// Round trips for the same.
+pub(crate) const UNHEARD_ROUND_TRIPS: u32 = 4;
+
+/// The source, from the stopped guest to the commit: then the prediction was so wrong that going on
+/// serves nobody.
+pub fn blackout_max(downtime_limit: Duration) -> Duration {
+    downtime_limit.saturating_mul(BLACKOUT_LIMITS).max(BLACKOUT_MIN)
+}
+
+/// What the destination is given behind the commit until the last pages and the state are in, when
+/// the guest has been standing for `stopped`.
+pub(crate) fn complete_max(downtime_limit: Duration, stopped: Duration) -> Duration {
+    let bound = blackout_max(downtime_limit);
+    bound.saturating_sub(stopped).max(bound / AFTER_COMMIT_PART).min(COMPLETE_MAX)
+}
+
+/// How long the source waits for an answer to its commit. Then the attempt is undecided.
+pub(crate) fn answer_max(
+    downtime_limit: Duration,
+    complete: Duration,
+    round_trip: Duration,
+) -> Duration {
+    let spare = blackout_max(downtime_limit) / AFTER_COMMIT_PART;
+    complete.saturating_add(spare).saturating_add(round_trip * 2)
+}
+
+/// The most that a source may give its destination behind the commit.
+pub const COMPLETE_MAX: Duration = Duration::from_secs(60);
 /// The source, from `AskDigest` to `Digest`: a terabyte at two gigabytes a second.
 pub const DIGEST_MAX: Duration = Duration::from_secs(600);
-/// The destination, from `Commit` until the last pages and the state are in, and from `AskDigest`
-/// until the last pages are. Shorter than [`COMMIT_ACK_MAX`], so that a refusal still arrives in
-/// time to be one.
+/// The destination, from `Commit` until the last pages and the state are in, if the source does not
+/// say; and from `AskDigest` until the last pages are.
 pub const COMMIT_COMPLETE_MAX: Duration = Duration::from_secs(8);
-/// The source, from `Commit` to its acknowledgement. Then the attempt is undecided.
-pub const COMMIT_ACK_MAX: Duration = Duration::from_secs(10);
 /// Both sides, from the start at the destination to `Alive`, which is a courtesy.
 pub const ALIVE_MAX: Duration = Duration::from_secs(2);
 /// Both sides: longest silence on a control connection that carries pings.
@@ -42,5 +74,4 @@ pub const LEDGER_ABANDONED_MAX: usize = 64;
 /// migration; with so many, the oldest is forgotten and its source told so, which proves the same.
 pub const LEDGER_REFUSED_MAX: usize = 1 << 16;
 
-const _: () = assert!(COMMIT_COMPLETE_MAX.as_nanos() < COMMIT_ACK_MAX.as_nanos());
 const _: () = assert!(2 * PING_INTERVAL.as_nanos() < SILENCE_MAX.as_nanos());

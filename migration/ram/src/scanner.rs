@@ -89,6 +89,13 @@ impl Scanner {
         }
     }
 
+    /// Ends a round early: what was not handed out is dirty as before, and the cursor is back at
+    /// the start.
+    pub fn abandon_round(&mut self) {
+        self.put_back();
+        self.end_round();
+    }
+
     /// Pages handed out in this round so far; after the round's end, zero.
     pub fn handed_out(&self) -> PageCount {
         PageCount(self.handed_out)

@@ -214,3 +214,23 @@ fn a_failed_rearm_keeps_the_pages_dirty() {
     }
     assert_eq!(seen, dirty[1..]);
 }
+
+#[test]
+fn a_round_that_is_abandoned_loses_nothing() {
+    let ram = regions(&[10, 2000]);
+    let bitmap = Arc::new(RamBitmap::new(&ram));
+    let mut guest = Guest::default();
+    let dirty = [(0, 9), (1, 3), (1, 600), (1, 1999)];
+    dirty.iter().for_each(|page| guest.write(*page));
+    guest.sync(&bitmap).unwrap();
+    let mut scanner = Scanner::new(bitmap);
+    let taken = [scanner.next_last(), scanner.next_last()];
+    assert_eq!(taken.iter().flatten().flat_map(chunk_pages).collect::<Vec<_>>(), dirty[..2]);
+    scanner.abandon_round();
+    assert_eq!((scanner.remaining().0, scanner.handed_out().0), (2, 0));
+    let mut seen = Vec::new();
+    while let Some(chunk) = scanner.next(&mut guest).unwrap() {
+        seen.extend(chunk_pages(&chunk));
+    }
+    assert_eq!(seen, dirty[2..]);
+}

@@ -38,22 +38,9 @@ impl PageSender {
     /// A [`LostPage`] (see [`LostPage::of`]) if this host can't read a page of the batch, else what
     /// the connection said. Part of the frame may be sent: the channel is of no more use.
     pub fn send(&mut self, round: u32, batch: &PageBatch<'_>) -> io::Result<ByteCount> {
-        self.entries.clear();
-        self.entries.extend(batch.runs().iter().map(|run| match run.kind {
-            RunKind::Data => RunEntry::data(run.region.0, run.first_page, run.count),
-            RunKind::Zero => RunEntry::zero(run.region.0, run.first_page, run.count),
-        }));
-        let header = PagesHeader::pages(round, &self.entries);
-        let mut pieces = self.room.outgoing();
-        pieces.push_bytes(header.as_bytes());
-        pieces.push_bytes(self.entries.as_bytes());
-        for slice in batch.slices() {
-            pieces.push(slice);
-        }
-        send_all(&self.stream, pieces).map_err(|error| {
-            let lost = is_bad_memory(&error).then(|| first_lost(batch)).flatten();
-            lost.map_or(error, io::Error::from)
-        })
+        let header = self.describe(round, batch);
+        let pieces = list(&mut self.room, &header, &self.entries, batch);
+        send_all(&self.stream, pieces).map_err(|error| name_lost(error, batch))
     }
 
     /// Ends a round: whatever was sent before it is in place when the peer reads it.
@@ -63,6 +50,80 @@ impl PageSender {
         pieces.push_bytes(header.as_bytes());
         send_all(&self.stream, pieces)
     }
+
+    /// As [`PageSender::send`], without waiting. Call it again with the same batch, and nothing
+    /// between, until `frame` has all of it.
+    pub fn try_send(
+        &mut self,
+        round: u32,
+        batch: &PageBatch<'_>,
+        frame: &mut Partly,
+    ) -> io::Result<ByteCount> {
+        let header = self.describe(round, batch);
+        let pieces = list(&mut self.room, &header, &self.entries, batch);
+        frame.send(&self.stream, pieces).map_err(|error| name_lost(error, batch))
+    }
+
+    /// As [`PageSender::barrier`], without waiting; see [`PageSender::try_send`].
+    pub fn try_barrier(&mut self, round: u32, frame: &mut Partly) -> io::Result<ByteCount> {
+        let header = PagesHeader::barrier(round);
+        let mut pieces = self.room.outgoing();
+        pieces.push_bytes(header.as_bytes());
+        frame.send(&self.stream, pieces)
+    }
+
+    fn describe(&mut self, round: u32, batch: &PageBatch<'_>) -> PagesHeader {
+        self.entries.clear();
+        self.entries.extend(batch.runs().iter().map(|run| match run.kind {
+            RunKind::Data => RunEntry::data(run.region.0, run.first_page, run.count),
+            RunKind::Zero => RunEntry::zero(run.region.0, run.first_page, run.count),
+        }));
+        PagesHeader::pages(round, &self.entries)
+    }
+}
+
+/// How far a frame has come that is sent without waiting.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Partly {
+    bytes: usize,
+    is_all: bool,
+}
+
+impl Partly {
+    /// Whether all of it was sent.
+    pub fn is_all(&self) -> bool {
+        self.is_all
+    }
+
+    fn send(&mut self, stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> {
+        let before = self.bytes;
+        pieces.skip(self.bytes);
+        while !pieces.is_done() {
+            match pieces.send(stream.as_fd()) {
+                Ok(sent) => self.bytes += sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.is_all = pieces.is_done();
+        Ok(ByteCount((self.bytes - before) as u64))
+    }
+}
+
+fn list<'a>(
+    room: &'a mut Room,
+    header: &'a PagesHeader,
+    entries: &'a [RunEntry],
+    batch: &PageBatch<'a>,
+) -> Outgoing<'a> {
+    let mut pieces = room.outgoing();
+    pieces.push_bytes(header.as_bytes());
+    pieces.push_bytes(entries.as_bytes());
+    for slice in batch.slices() {
+        pieces.push(slice);
+    }
+    pieces
 }
 
 fn send_all(stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> {
@@ -81,6 +142,12 @@ fn send_all(stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> 
 /// Whether the kernel met memory that it could not read or write (poison: `EHWPOISON`).
 fn is_bad_memory(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EHWPOISON))
+}
+
+/// Names the page that could not be read, if it was that.
+fn name_lost(error: io::Error, batch: &PageBatch<'_>) -> io::Error {
+    let lost = is_bad_memory(&error).then(|| first_lost(batch)).flatten();
+    lost.map_or(error, io::Error::from)
 }
 
 fn first_lost(batch: &PageBatch<'_>) -> Option<LostPage> {

@@ -166,6 +166,41 @@ fn many_short_runs_find_their_places() {
     assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
 }
 
+/// A frame that is sent without waiting, in as many pieces as the socket makes of it.
+#[test]
+fn a_frame_goes_on_where_it_stopped() {
+    let (source, destination) = (ram(), ram());
+    (0..512).for_each(|page| fill(&source, page, u8::try_from(page % 250 + 1).unwrap()));
+    let (here, there) = pair();
+    // Less than the frame.
+    rustix::net::sockopt::set_socket_send_buffer_size(&here, 1 << 16).unwrap();
+    let mut sender = PageSender::new(here);
+    let placer = Arc::new(Placer::new(Arc::clone(&destination)));
+    let mut receiver = PageReceiver::new(there, placer).unwrap();
+    let mut batch = PageBatch::new(&source);
+    let mut chunk = Chunk::new(&source, RegionIndex(0), 0, ChunkBits::FULL).unwrap();
+    batch.push_chunk(&mut chunk, &ChunkBits::EMPTY);
+    let (mut frame, mut barrier) = (Partly::default(), Partly::default());
+    let (mut pieces, mut passed) = (0, false);
+    while !passed {
+        if !frame.is_all() {
+            sender.try_send(0, &batch, &mut frame).unwrap();
+            pieces += 1;
+        } else if !barrier.is_all() {
+            sender.try_barrier(0, &mut barrier).unwrap();
+        }
+        loop {
+            match receiver.advance().unwrap() {
+                Arrival::Nothing => break,
+                Arrival::Bytes(_) => {}
+                Arrival::Barrier { .. } => passed = true,
+            }
+        }
+    }
+    assert!(pieces > 1, "it did not fit");
+    assert_eq!(source.digest().unwrap(), destination.digest().unwrap());
+}
+
 #[test]
 fn strangers_and_hangers_up_are_told_apart() {
     let (here, there) = pair();

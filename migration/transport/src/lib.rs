@@ -25,7 +25,7 @@ mod wake;
 
 pub use address::{Address, ParseAddressError};
 pub use control::{ControlLink, ReceiveError};
-pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError};
+pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError, Partly};
 pub use greeting::{
     GREETING_MAX, Greeting, GreetingError, connect, connect_all, connect_first, reply,
 };

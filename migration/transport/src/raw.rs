@@ -70,6 +70,11 @@ impl<'a> Outgoing<'a> {
         self.next == self.list.len()
     }
 
+    /// Leaves out the first bytes, which went before. At most as many as there are.
+    pub(crate) fn skip(&mut self, bytes: usize) {
+        self.advance(bytes);
+    }
+
     /// Sends as much as the socket takes now; `WouldBlock` if that is nothing.
     pub(crate) fn send(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
         let end = self.list.len().min(self.next + PIECES_MAX);
@@ -123,6 +128,16 @@ impl<'a> Incoming<'a> {
             check(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })?;
         if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(got) }
     }
+}
+
+/// Bytes that the kernel took and the peer's kernel has not (`SIOCOUTQ` of the kernel's
+/// uapi/linux/sockios.h; for Unix sockets what the peer has not read).
+pub(crate) fn unacknowledged(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one int through the pointer, which is valid for that.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    check(result as isize)?;
+    Ok(u64::try_from(bytes).unwrap_or(0))
 }
 
 fn message(pieces: &mut [libc::iovec]) -> libc::msghdr {

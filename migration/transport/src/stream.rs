@@ -1,6 +1,6 @@
 //! One connection, TCP or Unix, never blocking without a bound.
 
-use crate::{Target, Until};
+use crate::{Target, Until, raw};
 use martlet_units::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -19,6 +19,10 @@ pub const STALL_MAX: Duration = Duration::from_secs(10);
 /// A Unix socket whose listener has too many connections waiting is tried again this soon: it
 /// can't be waited for.
 const BACKLOG_RETRY: Duration = Duration::from_millis(10);
+
+/// While room to write is awaited, this often is looked whether bytes go at all: a socket counts as
+/// writable only once a good part of its buffer is free, which a slow link makes a long time.
+const STALL_LOOK: Duration = Duration::from_millis(250);
 
 /// Bytes that a Unix socket may hold: its default holds less than one huge page. TCP sizes its
 /// buffers by itself.
@@ -128,13 +132,32 @@ impl Stream {
         wait_any(&mut [PollFd::new(&self.fd, PollFlags::IN)], limit)
     }
 
-    /// Waits until there is room to write, at most [`STALL_MAX`].
+    /// Bytes that were written and have not reached the peer's kernel.
+    pub fn unacknowledged(&self) -> io::Result<u64> {
+        raw::unacknowledged(self.as_fd())
+    }
+
+    /// Waits until there is room to write; no longer than [`STALL_MAX`] during which not one byte
+    /// goes. A link that is slow is not dead.
     pub(crate) fn wait_writable(&self) -> io::Result<()> {
-        if wait_any(&mut [PollFd::new(&self.fd, PollFlags::OUT)], STALL_MAX)? {
-            return Ok(());
+        self.wait_writable_for(STALL_MAX)
+    }
+
+    fn wait_writable_for(&self, stall_max: Duration) -> io::Result<()> {
+        let (mut least, mut since) = (self.unacknowledged()?, monotonic_now());
+        loop {
+            let look = STALL_LOOK.min(stall_max);
+            if wait_any(&mut [PollFd::new(&self.fd, PollFlags::OUT)], look)? {
+                return Ok(());
+            }
+            let (left, now) = (self.unacknowledged()?, monotonic_now());
+            if left < least {
+                (least, since) = (left, now);
+            } else if now.since(since) >= stall_max {
+                let text = format!("the peer took no data for {stall_max:?}");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            }
         }
-        let text = format!("the peer took no data for {} s", STALL_MAX.as_secs());
-        Err(io::Error::new(io::ErrorKind::TimedOut, text))
     }
 
     /// Reads what is there now into `buffer`; `WouldBlock` if nothing is, `UnexpectedEof` at the
@@ -197,5 +220,45 @@ pub fn wait_any(fds: &mut [PollFd<'_>], limit: Duration) -> io::Result<bool> {
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    fn full() -> (Stream, UnixStream) {
+        let (one, two) = UnixStream::pair().unwrap();
+        let stream = Stream::from_unix(one).unwrap();
+        while stream.write_now(&[7; 1 << 16]).is_ok() {}
+        (stream, two)
+    }
+
+    /// At 120 kB/s a buffer of 4 MiB needs half a minute until it counts as writable.
+    #[test]
+    fn a_peer_that_reads_slowly_is_not_dead() {
+        let (stream, mut peer) = full();
+        let stall = Duration::from_secs(2);
+        let reader = std::thread::spawn(move || {
+            let mut buffer = vec![0; 1 << 16];
+            // Longer than a stall in all, and to its end.
+            while peer.read(&mut buffer).is_ok_and(|got| got > 0) {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        });
+        let began = monotonic_now();
+        stream.wait_writable_for(stall).unwrap();
+        assert!(monotonic_now().since(began) > stall, "it took {:?}", monotonic_now().since(began));
+        drop(stream);
+        reader.join().unwrap();
+    }
+
+    #[test]
+    fn a_peer_that_reads_nothing_is_given_up() {
+        let (stream, peer) = full();
+        let error = stream.wait_writable_for(Duration::from_millis(300)).unwrap_err();
+        assert!(error.to_string().contains("took no data for 300ms"), "{error}");
+        drop(peer);
     }
 }

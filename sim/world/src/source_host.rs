@@ -35,6 +35,8 @@ pub(crate) struct SourceHost {
     round_began: Instant,
     round_sent: PageCount,
     channels_open: u16,
+    /// The state of the stop under way was told, or will not be.
+    state_done: bool,
     /// The next thing asked for fails.
     pub(crate) fails: bool,
     pub(crate) outcome: Option<SourceOutcome>,
@@ -75,6 +77,7 @@ impl SourceHost {
             round_began: Instant::default(),
             round_sent: PageCount(0),
             channels_open: 0,
+            state_done: true,
             fails: false,
             outcome: None,
             first_outcome: None,
@@ -180,6 +183,7 @@ impl World {
         self.source.work += 1;
         self.source.round_began = self.queue.now();
         self.source.round_sent = PageCount(0);
+        self.source.state_done = !last;
         if let Some(tracker) = &mut self.source.tracker {
             tracker.sync();
         }
@@ -211,8 +215,11 @@ impl World {
                 let state = self.source.machine.state.to_le_bytes().to_vec();
                 self.tell_source(SourceEvent::Rehearsed { state })
             }
+            // The stop was called off, and nobody wants it any more.
+            SourceWork::Save if self.source.state_done => Ok(()),
             SourceWork::Save => {
                 self.source.saved_at = Some(self.queue.now());
+                self.source.state_done = true;
                 let bytes = self.source.machine.state.to_le_bytes().to_vec();
                 self.tell_source(SourceEvent::StateSaved { bytes })
             }
@@ -277,6 +284,14 @@ impl World {
         if work != self.source.work {
             return Ok(());
         }
+        // Once in a while the link is said to have become too slow for the stop.
+        let (work, last) = if last && !self.source.state_done && self.chance.once_in(12) {
+            self.source.state_done = true;
+            self.tell_source(SourceEvent::CalledOff)?;
+            (self.source.work, false)
+        } else {
+            (work, last)
+        };
         let Some(tracker) = &mut self.source.tracker else { return Ok(()) };
         if core::mem::take(&mut self.source.fails) {
             let reason = "dirty tracking failed".to_owned();
@@ -366,8 +381,7 @@ impl World {
             }
             SourceOutcome::Undecided { .. } => {
                 if self.source.outcome.is_none() {
-                    let wait = Duration::from_micros(1 << self.chance.between(6, 21));
-                    self.queue.put_after(wait, Event::Ask { attempt: self.attempt });
+                    self.ask_later();
                 }
                 match self.scenario.sabotage {
                     Some(Sabotage::ResumeWhenUndecided) => {
@@ -386,6 +400,11 @@ impl World {
         self.source.outcome = Some(outcome);
         self.close_all(Side::Destination);
         Ok(())
+    }
+
+    fn ask_later(&mut self) {
+        let wait = Duration::from_micros(1 << self.chance.between(6, 21));
+        self.queue.put_after(wait, Event::Ask { attempt: self.attempt });
     }
 
     /// Something arrived at the source.
@@ -412,7 +431,11 @@ impl World {
                 self.tell_source(match link {
                     LinkId::Control => SourceEvent::ControlLost { reason },
                     LinkId::Data(_) => SourceEvent::ChannelLost { reason },
-                })
+                })?;
+                if link == LinkId::Control && self.source.phase() == Some(SourcePhase::Committing) {
+                    self.ask_later();
+                }
+                Ok(())
             }
             Payload::Hello { .. } | Payload::Pages(_) | Payload::Barrier { .. } => {
                 ensure(false, || format!("{payload:?} arrived at the source"))

@@ -501,7 +501,8 @@ impl World {
     /// it may be old when it comes.
     pub(crate) fn ask(&mut self) -> Result<(), Violation> {
         let attempt = self.attempt;
-        if self.source.phase() != Some(SourcePhase::Undecided) {
+        let in_doubt = [SourcePhase::Committing, SourcePhase::Undecided];
+        if !self.source.phase().is_some_and(|phase| in_doubt.contains(&phase)) {
             return Ok(());
         }
         // No answer means that the process is gone.

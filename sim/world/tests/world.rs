@@ -94,7 +94,7 @@ fn pinned_seeds() {
 #[test]
 fn verification_notices_lost_writes() {
     let mut noticed = 0;
-    for seed in 0..300 {
+    for seed in 0..3000 {
         let scenario = Scenario { verify: true, ..Scenario::clean(seed) };
         if let Err(violation) = run(&scenario.sabotaged(Sabotage::ReadBeforeRearm)) {
             // The second attempt is built as wrongly as the first and fails as well: safely.
@@ -125,10 +125,11 @@ fn mistakes_are_noticed() {
                     Scenario::random(seed)
                 }
             };
-            run(&scenario.sabotaged(sabotage)).err()
+            // A mistake may be seen by what follows from it before it is seen itself.
+            let violation = run(&scenario.sabotaged(sabotage)).err();
+            violation.filter(|violation| violation.what.contains(complaint))
         });
         let violation = noticed.unwrap_or_else(|| panic!("{sabotage:?} went unnoticed"));
         println!("{sabotage:?}: {violation}");
-        assert!(violation.what.contains(complaint), "{sabotage:?}: {violation}");
     }
 }

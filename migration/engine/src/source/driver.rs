@@ -3,40 +3,41 @@
 mod blackout;
 mod decide;
 mod ending;
+mod last_run;
 mod look;
 mod rounds;
 
 use super::connecting::{self, Unconnected};
-use super::lanes::{Lanes, Sent};
+use super::lanes::{self, Lanes, Sent};
 use super::shared::Shared;
 use super::switchover::Moments;
 use super::{MigrateOptions, Then};
 use crate::report::{Outcome, Report, Status};
 use crate::{GuestCheck, SourceVmm, chain, host};
+use last_run::LastRun;
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
 };
 use martlet_protocol::{
-    Decision, OperatorOverride, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome,
+    Decision, Doubt, Failure, OperatorOverride, Source, SourceAction, SourceConfig, SourceEvent,
+    SourceOutcome,
 };
-use martlet_ram::{Chunk, DirtySource, GuestRam, PageBatch, RamBitmap, Scanner};
+use martlet_ram::{Chunk, DirtySource, GuestRam, RamBitmap, Scanner};
 use martlet_transport::{Address, ControlLink, Stream, Target, monotonic_now};
-use martlet_units::Instant;
+use martlet_units::{ByteCount, Instant};
 use martlet_wire::control::{
     Alive, BOOT_ID_UNTOLD, Committed, Control, MigrationId, Setup, WireRange,
 };
 use martlet_wire::frame::Reader;
 use std::collections::VecDeque;
 use std::error::Error;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::info;
+use tracing::{error, info};
 
 /// Last pages up to this many are sent by the driver itself; more are worth the lanes' wake-up.
 const LAST_PAGES_INLINE_MAX: u64 = 1024;
-
-/// How long a lane may take to accept the barrier behind its queue.
-const BARRIER_PATIENCE: Duration = Duration::from_secs(30);
 
 /// From the announcement of the stop to the stop. The destination gets awake meanwhile, and on a
 /// host with few cores the vCPUs get theirs back from the threads of the round before: a vCPU that
@@ -45,6 +46,9 @@ const SETTLE: Duration = Duration::from_micros(300);
 
 /// Chunks handed out before the driver looks at its events again.
 const FEED_BURST: usize = 64;
+
+/// Panics of one attempt after which nothing more is expected of its machine.
+const PANICS_MAX: u32 = 8;
 
 /// What a migration starts from.
 pub(super) struct Start {
@@ -92,6 +96,7 @@ struct Driver<'ram> {
     control_open: bool,
     /// The peer may have said more than was taken in.
     unread: bool,
+    full_looks: u32,
     told_cancel: bool,
     /// Until when the guest is to be stopped, while that has not passed.
     due: Option<(Instant, Then)>,
@@ -100,9 +105,15 @@ struct Driver<'ram> {
     /// Why it was cancelled, if not by its owner's word.
     cancelled_because: Option<String>,
     lanes: Option<Lanes>,
-    /// For the last pages, which this thread may send itself.
-    batch: PageBatch<'ram>,
+    /// The last pages, for as long as the stop may be called off.
     last_chunks: Vec<Chunk>,
+    /// How many of them the lanes have.
+    last_handed: usize,
+    /// Few last pages are sent by this thread itself.
+    inline_run: Option<lanes::LastRun<'ram>>,
+    /// Between the stop and the commit.
+    last_run: Option<LastRun>,
+    call_offs: u32,
     sent: Arc<Sent>,
     pacer: Arc<Pacer>,
     tracker: Option<Box<dyn DirtySource>>,
@@ -118,8 +129,9 @@ struct Driver<'ram> {
     rest: Option<(Instant, Decision)>,
     /// The round behind which the stop was rehearsed the last time.
     rehearsed_round: Option<u32>,
-    /// A chunk that no lane had room for.
+    /// A chunk that its lane had no room for.
     held: Option<Chunk>,
+    lanes_full: bool,
     /// Events for the machine that came up while an action was performed.
     pending: VecDeque<SourceEvent>,
     moments: Option<Moments>,
@@ -137,6 +149,11 @@ struct Driver<'ram> {
     is_asking: bool,
     /// What its operator wants done if the destination does not answer.
     overriding: Option<OperatorOverride>,
+    next_question: Instant,
+    question_pause: Duration,
+    /// Bytes on their way when that was looked at the last time, and when it is next.
+    moving: (ByteCount, Instant),
+    panics: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -203,11 +220,15 @@ impl<'ram> Driver<'ram> {
             machine: Source::new(now, config),
             convergence: Convergence::new(auto_converge),
             scanner: Scanner::new(Arc::clone(&dirty)),
-            batch: PageBatch::new(ram),
+            last_handed: 0,
+            inline_run: None,
+            last_run: None,
+            call_offs: 0,
             last_chunks: Vec::with_capacity(usize::try_from(LAST_PAGES_INLINE_MAX).unwrap_or(0)),
             control: ControlLink::new(stream, Reader::Source),
             control_open: true,
             unread: false,
+            full_looks: 0,
             told_cancel: false,
             due: options.within.map(|within| (shared.started.after(within.limit), within.then)),
             stop_now: false,
@@ -223,6 +244,7 @@ impl<'ram> Driver<'ram> {
             rest: None,
             rehearsed_round: None,
             held: None,
+            lanes_full: false,
             pending: VecDeque::new(),
             moments: None,
             last_heartbeat: None,
@@ -236,6 +258,10 @@ impl<'ram> Driver<'ram> {
             outcome: None,
             is_asking: false,
             overriding: None,
+            next_question: now,
+            question_pause: Duration::ZERO,
+            moving: (ByteCount(0), now),
+            panics: 0,
             shared,
             vmm,
             ram,
@@ -253,10 +279,28 @@ impl<'ram> Driver<'ram> {
     /// Runs the attempt to its end. Afterwards the report is in `shared`.
     pub(super) fn run(mut self) {
         while self.outcome.is_none() {
-            self.step();
+            self.guarded(Driver::step);
         }
         self.finish();
         self.stay_for_questions();
+    }
+
+    /// Does something that must not take the permit with it should it panic; whether it did not.
+    /// The machine has the permit then, and what it does about a failure gives it back.
+    fn guarded(&mut self, work: impl FnOnce(&mut Driver<'ram>)) -> bool {
+        let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(self))) else { return true };
+        let text = panic.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        let reason = format!("internal error: {}", text.unwrap_or("a panic without a word"));
+        error!(%reason, "the migration's thread panicked");
+        self.panics += 1;
+        if self.panics >= PANICS_MAX {
+            // The machine itself does not get on. Whatever it holds, a stopped guest stays so.
+            let reason = Doubt::Unconfirmed(Failure::Host { reason: reason.clone() });
+            self.outcome.get_or_insert(SourceOutcome::Undecided { reason });
+        }
+        self.tell(SourceEvent::HostFailed { reason });
+        false
     }
 
     /// Performs what is due, then waits for what comes next.
@@ -266,8 +310,10 @@ impl<'ram> Driver<'ram> {
             return;
         }
         self.hand_out();
+        self.mind_last_run();
         self.end_rest();
         self.mind_bound();
+        self.mind_doubt();
         self.publish();
         self.look();
         self.settle();

@@ -52,6 +52,15 @@ pub struct FakeVmm {
     /// The devices take as long to resume.
     pub hold_resume: AtomicBool,
     pub fail_save: AtomicBool,
+    pub panic_in_state: AtomicBool,
+    /// Writes all its pages in the moment before it stops.
+    pub dirty_at_stop: AtomicBool,
+    /// Set by the stop.
+    pub at_stop: Mutex<Option<Arc<AtomicBool>>>,
+    /// Takes longer to save than a destination may be unheard.
+    pub slow_state: AtomicBool,
+    /// How often it was set running again.
+    pub resumed: AtomicU64,
     /// Takes longer to clean up than the protocol waits for a sign of life.
     pub slow_farewell: AtomicBool,
     /// So many of the next rehearsals measure a host that had something else to do.
@@ -97,6 +106,11 @@ impl FakeVmm {
             panic_resume: AtomicBool::new(false),
             hold_resume: AtomicBool::new(false),
             fail_save: AtomicBool::new(false),
+            panic_in_state: AtomicBool::new(false),
+            dirty_at_stop: AtomicBool::new(false),
+            at_stop: Mutex::new(None),
+            slow_state: AtomicBool::new(false),
+            resumed: AtomicU64::new(0),
             slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
             rehearsals: AtomicU64::new(0),
@@ -347,6 +361,14 @@ impl SourceVmm for FakeVmm {
 
     fn wait_paused(&self) -> Result<Paused, VmmError> {
         self.wait_out();
+        if let Some(stopped) = &*self.at_stop.lock().unwrap() {
+            stopped.store(true, Ordering::SeqCst);
+        }
+        if self.dirty_at_stop.load(Ordering::SeqCst) {
+            for (_, bitmap) in self.dirty.iter() {
+                bitmap.set_range(0..PAGES / 4);
+            }
+        }
         let mut core = self.core.lock().unwrap();
         let permit = core.permit.take().expect("paused once");
         let was = if core.paused_by_owner { RunState::Paused } else { RunState::Running };
@@ -357,10 +379,15 @@ impl SourceVmm for FakeVmm {
         if self.fail_save.load(Ordering::SeqCst) {
             return Err(error("save"));
         }
+        assert!(!self.panic_in_state.load(Ordering::SeqCst), "asked to panic");
+        if self.slow_state.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(400));
+        }
         Ok(self.state())
     }
 
     fn resume(&self, permit: RunPermit, state: RunState) {
+        self.resumed.fetch_add(1, Ordering::SeqCst);
         self.let_run(permit, state);
         self.resume_device();
     }

@@ -42,6 +42,8 @@ pub struct Destination {
     rounds: u32,
     /// Whether the source has sent the right to run the guest.
     saw_commit: bool,
+    /// Those that the source was told of.
+    rounds_told: u32,
 }
 
 /// What makes the machine move.
@@ -68,6 +70,7 @@ impl Destination {
             channels: 0,
             rounds: 0,
             saw_commit: false,
+            rounds_told: 0,
         };
         destination.deadline = phase_deadline(now, DestinationPhase::Waiting);
         destination
@@ -202,7 +205,10 @@ impl Destination {
         assert!(planned, "{kind:?} led from {from:?} to {to:?}");
         self.state = next;
         if to != from {
-            self.deadline = phase_deadline(now, to);
+            // The commit says how long the next phase may take.
+            if to != DestinationPhase::Committing {
+                self.deadline = phase_deadline(now, to);
+            }
             self.record(to);
         }
     }
@@ -255,11 +261,11 @@ fn phase_deadline(now: Instant, phase: DestinationPhase) -> Option<(Instant, Dur
     let limit = match phase {
         DestinationPhase::Waiting => limits::SETUP_WAIT_MAX,
         DestinationPhase::Accepting => limits::CHANNELS_WAIT_MAX,
-        DestinationPhase::Committing => limits::COMMIT_COMPLETE_MAX,
         DestinationPhase::Running => limits::ALIVE_MAX,
         DestinationPhase::Building
         | DestinationPhase::Receiving
         | DestinationPhase::Armed
+        | DestinationPhase::Committing
         | DestinationPhase::Starting
         | DestinationPhase::Arrived
         | DestinationPhase::Abandoned => return None,

@@ -133,6 +133,18 @@ impl Destination {
                 self.actions.push_back(load);
                 State::Receiving { rehearsing: true, lost }
             }
+            (State::Armed { last_round, load, check }, Control::SwitchoverSoon(soon)) => {
+                let is_early = load == Load::Missing && check == Check::NotAsked;
+                if !(is_early && soon.called_off == Some(true) && soon.last_round == last_round) {
+                    let state = State::Armed { last_round, load, check };
+                    return self.contradicts(state, "a second switchover");
+                }
+                // Of the last one nobody had to be told.
+                if self.rounds > last_round && self.rounds_told <= last_round {
+                    self.tell_round(last_round);
+                }
+                State::Receiving { rehearsing: false, lost: None }
+            }
             (State::Receiving { rehearsing, lost }, Control::SwitchoverSoon(soon)) => {
                 self.arm(rehearsing, lost, soon.last_round)
             }
@@ -205,6 +217,10 @@ impl Destination {
         check: Check,
         commit: Commit,
     ) -> State {
+        let complete = commit.complete_within_ms.map_or(limits::COMMIT_COMPLETE_MAX, |ms| {
+            core::time::Duration::from_millis(u64::from(ms)).min(limits::COMPLETE_MAX)
+        });
+        self.deadline = Some((now.after(complete), complete));
         // From here on a failure is answered with a refusal, as the source waits for one.
         self.saw_commit = true;
         let state =
@@ -303,10 +319,15 @@ impl Destination {
             }
             state @ State::Committing { .. } => self.start_when_complete(now, state),
             state => {
-                self.send(Control::RoundReceived(RoundReceived { round }));
+                self.tell_round(round);
                 state
             }
         }
+    }
+
+    fn tell_round(&mut self, round: u32) {
+        self.rounds_told = round + 1;
+        self.send(Control::RoundReceived(RoundReceived { round }));
     }
 
     fn on_loaded(&mut self, now: Instant, state: State, times: Rehearsed) -> State {

@@ -150,6 +150,7 @@ fn on_message(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase>
         (Receiving, Kind::GotRehearse) => Act(&[Receiving]),
         (Receiving, Kind::GotSwitchoverSoon) => Act(&[Armed]),
         (Armed, Kind::GotFinalState | Kind::GotAskDigest) => Act(&[Armed]),
+        (Armed, Kind::GotSwitchoverSoon) => Act(&[Receiving]),
         (Armed, Kind::GotCommit) => Act(&[Committing, Starting]),
         (Waiting | Building | Accepting | Receiving | Armed, Kind::GotAbandon) => Act(&[Abandoned]),
         // A source that abandons after its commit contradicts itself; it gets a refusal.

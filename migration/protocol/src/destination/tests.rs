@@ -31,7 +31,7 @@ fn setup(migration: MigrationId) -> Setup {
 }
 
 fn commit() -> Commit {
-    Commit { migration: ID, last_round: LAST, running: true }
+    Commit { migration: ID, last_round: LAST, running: true, complete_within_ms: None }
 }
 
 fn committing(load: Load) -> State {
@@ -97,7 +97,10 @@ fn events() -> Vec<DestinationEvent> {
         DestinationEvent::ControlLost { reason: reason() },
     ];
     for round in [LAST - 1, LAST, LAST + 1, u32::MAX] {
-        events.push(message(Control::SwitchoverSoon(SwitchoverSoon { last_round: round })));
+        events.push(message(Control::SwitchoverSoon(SwitchoverSoon {
+            last_round: round,
+            called_off: None,
+        })));
         events.push(DestinationEvent::RoundReceived { round });
         events.push(DestinationEvent::ChannelLost { last_barrier: Some(round), reason: reason() });
     }
@@ -274,7 +277,7 @@ fn channels_lost_before_the_last_messages_are_read_may_have_done_their_work() {
         let lost = DestinationEvent::ChannelLost { last_barrier, reason: reason() };
         destination.on_event(T0, lost);
     }
-    let soon = SwitchoverSoon { last_round: LAST };
+    let soon = SwitchoverSoon { last_round: LAST, called_off: None };
     let saved = SavedState::new(vec![1]);
     for message in
         [Control::SwitchoverSoon(soon), Control::FinalState(saved), Control::Commit(commit())]
@@ -348,7 +351,7 @@ fn a_digest_of_pages_that_never_come_is_not_waited_for() {
 fn a_channel_lost_before_the_last_round_ends_the_attempt_when_that_is_announced() {
     let lost = Some(Lost { last_barrier: Some(LAST - 1), reason: reason() });
     let mut destination = machine(LAST, State::Receiving { rehearsing: false, lost });
-    let soon = SwitchoverSoon { last_round: LAST };
+    let soon = SwitchoverSoon { last_round: LAST, called_off: None };
     destination.on_event(T0, DestinationEvent::Received(Control::SwitchoverSoon(soon)));
     assert_eq!(destination.phase(), DestinationPhase::Abandoned);
 }
@@ -491,5 +494,52 @@ fn an_attempt_that_is_given_up_in_the_middle_keeps_its_promises() {
             (_, promised) => promised,
         };
         assert_eq!(after, wanted, "{phase:?}");
+    }
+}
+
+/// Not the other way round: what a stop called off was sent, the guest may write again.
+#[test]
+fn a_stop_may_be_called_off_until_the_state_is_there() {
+    let armed = |load| State::Armed { last_round: LAST, load, check: Check::NotAsked };
+    let soon = |called_off| {
+        let soon = SwitchoverSoon { last_round: LAST, called_off };
+        DestinationEvent::Received(Control::SwitchoverSoon(soon))
+    };
+    let mut destination = machine(LAST, armed(Load::Missing));
+    destination.on_event(T0, soon(Some(true)));
+    assert_eq!(destination.phase(), DestinationPhase::Receiving);
+    destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
+    let next = SwitchoverSoon { last_round: LAST + 1, called_off: None };
+    destination.on_event(T0, DestinationEvent::Received(Control::SwitchoverSoon(next)));
+    assert_eq!(destination.phase(), DestinationPhase::Armed);
+    // Found by the simulated world: its barriers had come before that was said.
+    let mut destination = machine(LAST + 1, armed(Load::Missing));
+    destination.on_event(T0, soon(Some(true)));
+    let told = actions(&mut destination);
+    assert!(matches!(told[..], [DestinationAction::Send(Control::RoundReceived(_))]), "{told:?}");
+    for (load, called_off) in [(Load::Missing, None), (Load::Loading, Some(true))] {
+        let mut destination = machine(LAST, armed(load));
+        destination.on_event(T0, soon(called_off));
+        assert_eq!(destination.phase(), DestinationPhase::Abandoned, "{load:?} {called_off:?}");
+    }
+}
+
+#[test]
+fn the_commit_says_how_long_the_rest_may_take() {
+    for (said, holds) in [
+        (Some(700), Duration::from_millis(700)),
+        (None, limits::COMMIT_COMPLETE_MAX),
+        (Some(u32::MAX), limits::COMPLETE_MAX),
+    ] {
+        let armed = State::Armed { last_round: LAST, load: Load::Loaded, check: Check::NotAsked };
+        let mut destination = machine(LAST, armed);
+        let commit = Commit { complete_within_ms: said, ..commit() };
+        destination.on_event(T0, DestinationEvent::Received(Control::Commit(commit)));
+        assert_eq!(destination.poll_timeout(), Some(T0.after(holds)));
+        destination.on_timeout(T0.after(holds));
+        let told = actions(&mut destination);
+        let [DestinationAction::Send(Control::CommitRefused(_)), ..] = &told[..] else {
+            panic!("{told:?}");
+        };
     }
 }

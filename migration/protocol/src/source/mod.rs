@@ -32,6 +32,9 @@ pub struct Source {
     control_open: bool,
     peer: Option<SetupDone>,
     rehearsed: Option<Rehearsed>,
+    /// A stop was called off: no round begins before the answer to the ping of that moment. Rounds
+    /// could overtake the message about it else.
+    awaited_pong: Option<u64>,
 }
 
 /// What makes the machine move.
@@ -55,6 +58,7 @@ impl Source {
             control_open: true,
             peer: None,
             rehearsed: None,
+            awaited_pong: None,
         };
         source.deadline = source.phase_deadline(now, SourcePhase::SettingUp);
         source.ping(now);
@@ -63,12 +67,15 @@ impl Source {
 
     /// Tells what happened.
     pub fn on_event(&mut self, now: Instant, event: SourceEvent) {
-        let kind = Kind::of(&event);
+        let mut kind = Kind::of(&event);
         match &event {
             SourceEvent::Received(message) => {
                 self.pinger.silence().heard(now);
                 if let Control::Pong(pong) = message {
-                    self.pinger.on_pong(now, *pong);
+                    self.awaited_pong.take_if(|asked| pong.sent_ns >= *asked);
+                    if !self.pinger.on_pong(now, *pong) {
+                        kind = Kind::GotUnaskedPong;
+                    }
                 }
             }
             SourceEvent::ControlLost { .. } => self.control_open = false,
@@ -86,7 +93,11 @@ impl Source {
             self.advance(now, Kind::Silence, Input::Silence);
         }
         if self.pings() && self.pinger.next_ping() <= now {
-            self.ping(now);
+            let interval = match self.phase() {
+                SourcePhase::Switching => limits::STOPPED_PING_INTERVAL,
+                _ => limits::PING_INTERVAL,
+            };
+            self.ping_if_room(now, interval);
         }
     }
 
@@ -163,8 +174,9 @@ impl Source {
         };
         let to = next.phase();
         let planned = to == from || to == table::fallback(from) || allowed.contains(&to);
-        assert!(planned, "{kind:?} led from {from:?} to {to:?}");
+        // The state first: whoever catches the panic finds the permit in it.
         self.state = next;
+        assert!(planned, "{kind:?} led from {from:?} to {to:?}");
         if to != from {
             self.deadline = self.phase_deadline(now, to);
         }
@@ -175,11 +187,8 @@ impl Source {
         let limit = match phase {
             SourcePhase::SettingUp => limits::SETUP_MAX,
             SourcePhase::Connecting => limits::CHANNELS_WAIT_MAX,
-            SourcePhase::Switching => {
-                limits::SWITCHOVER_GRACE.saturating_add(self.config.downtime_limit * 2)
-            }
+            SourcePhase::Switching => limits::blackout_max(self.config.downtime_limit),
             SourcePhase::Comparing => limits::DIGEST_MAX,
-            SourcePhase::Committing => limits::COMMIT_ACK_MAX,
             SourcePhase::Confirming => limits::ALIVE_MAX,
             SourcePhase::Sending
             | SourcePhase::Rehearsing
@@ -191,6 +200,8 @@ impl Source {
             | SourcePhase::Failed
             | SourcePhase::Cancelled
             | SourcePhase::GivenUp => return None,
+            // Its deadline depends on what the commit says.
+            SourcePhase::Committing => return self.deadline,
         };
         Some((now.after(limit), limit))
     }
@@ -228,6 +239,20 @@ impl Source {
     /// be so scarce that nothing of it gets to run; that phase has a deadline of its own.
     fn minds_silence(&self) -> bool {
         self.pings() && self.phase() != SourcePhase::SettingUp
+    }
+
+    /// The regular one. A destination that owes many answers is not asked for more.
+    fn ping_if_room(&mut self, now: Instant, interval: Duration) {
+        if self.pinger.has_room() {
+            self.ping(now);
+        }
+        self.pinger.ping_again_after(now, interval);
+    }
+
+    /// Whether the destination was heard so lately that it can be taken to be there.
+    fn is_heard(&self, now: Instant) -> bool {
+        let trips = self.round_trip().unwrap_or_default() * limits::UNHEARD_ROUND_TRIPS;
+        now.since(self.pinger.heard_at()) <= limits::UNHEARD_MAX.max(trips)
     }
 
     fn ping(&mut self, now: Instant) {

@@ -16,6 +16,7 @@ use martlet_wire::control::{
 pub(super) struct Held {
     pub(super) permit: RunPermit,
     pub(super) running: bool,
+    pub(super) since: Instant,
 }
 
 /// A guest that was given away.
@@ -63,6 +64,8 @@ pub(super) enum State {
     },
     Committing {
         given: Given,
+        /// How the control connection was lost, if it was.
+        lost: Option<String>,
     },
     Undecided {
         given: Given,
@@ -112,9 +115,11 @@ impl Source {
             Input::Deadline { limit } => {
                 self.fail(state, Failure::TooSlow { phase: phase.label(), limit })
             }
-            Input::Event(SourceEvent::ControlLost { reason }) => {
-                self.fail(state, Failure::ControlLost { reason })
-            }
+            Input::Event(SourceEvent::ControlLost { reason }) => match state {
+                // The answer may still be had by a question, until the deadline.
+                State::Committing { given, .. } => State::Committing { given, lost: Some(reason) },
+                state => self.fail(state, Failure::ControlLost { reason }),
+            },
             Input::Event(SourceEvent::ChannelLost { reason }) => {
                 self.fail(state, Failure::ChannelLost { reason })
             }
@@ -155,11 +160,18 @@ impl Source {
                 Control::RoundReceived(got),
             ) => {
                 if got.round == last_round {
-                    return state;
+                    return self.commit_if_due(now, state);
                 }
                 let what = format!("round {} received while {last_round} is sent", got.round);
                 self.fail(state, Failure::Contradiction { what })
             }
+            (State::Sending { round, sent, received }, Control::Pong(_)) => {
+                if sent && received {
+                    return self.end_round(now, round, sent, received);
+                }
+                State::Sending { round, sent, received }
+            }
+            (state @ State::Switching { .. }, Control::Pong(_)) => self.commit_if_due(now, state),
             (State::Rehearsing { round, saved: true }, Control::Rehearsed(rehearsed)) => {
                 self.rehearsed = Some(rehearsed);
                 self.decide(round)
@@ -174,7 +186,7 @@ impl Source {
                     let state = State::Comparing { held, last_round, ours, theirs };
                     return self.fail(state, Failure::Contradiction { what });
                 }
-                self.compare(held, last_round, ours, Some(digest.digest))
+                self.compare(now, held, last_round, ours, Some(digest.digest))
             }
             (state, message) => self.on_verdict(state, message),
         }
@@ -188,7 +200,7 @@ impl Source {
                 self.actions.push_back(SourceAction::MovedAway(committed));
                 State::Confirming { committed }
             }
-            (State::Committing { given } | State::Undecided { given }, message) => {
+            (State::Committing { given, .. } | State::Undecided { given }, message) => {
                 let (Control::CommitRefused(why) | Control::Abandon(why)) = message else {
                     unreachable!("the table lets no other message through")
                 };
@@ -235,7 +247,8 @@ impl Source {
             (State::Pausing { last_round }, SourceEvent::Paused { permit, running }) => {
                 self.actions.push_back(SourceAction::RunLastRound { round: last_round });
                 self.actions.push_back(SourceAction::SaveState);
-                let held = Held { permit, running };
+                self.pinger.ping_again_after(now, limits::STOPPED_PING_INTERVAL);
+                let held = Held { permit, running, since: now };
                 State::Switching { held, last_round, pages_sent: false, state_sent: false }
             }
             (State::Withdrawing { failure }, SourceEvent::Paused { permit, running }) => {
@@ -248,6 +261,12 @@ impl Source {
             ) => {
                 self.actions.push_back(SourceAction::Resume { permit, running });
                 state
+            }
+            (State::Sending { round, sent, received }, SourceEvent::ChannelsMove) => {
+                if sent && !received {
+                    self.expect_within(now, limits::ROUND_ACK_MAX);
+                }
+                State::Sending { round, sent, received }
             }
             (state, event) => self.on_switchover_report(now, state, event),
         }
@@ -263,7 +282,7 @@ impl Source {
                     let state = State::Switching { held, last_round, pages_sent, state_sent };
                     return self.wrong_round(state);
                 }
-                self.end_switching(held, last_round, true, state_sent)
+                self.end_switching(now, held, last_round, true, state_sent)
             }
             (
                 State::Switching { held, last_round, pages_sent, .. },
@@ -276,15 +295,32 @@ impl Source {
                 }
                 let clock = self.clock(now).map(Into::into);
                 self.send(Control::FinalState(SavedState { clock, ..SavedState::new(bytes) }));
-                self.end_switching(held, last_round, pages_sent, true)
+                self.end_switching(now, held, last_round, pages_sent, true)
+            }
+            (
+                State::Switching { held, last_round, pages_sent, state_sent },
+                SourceEvent::CalledOff,
+            ) => {
+                if pages_sent || state_sent {
+                    let state = State::Switching { held, last_round, pages_sent, state_sent };
+                    let (event, phase) = ("a stop called off too late", state.phase().label());
+                    return self.fail(state, Failure::Misuse { event, phase });
+                }
+                let Held { permit, running, .. } = held;
+                self.actions.push_back(SourceAction::Resume { permit, running });
+                let called_off = Some(true);
+                self.send(Control::SwitchoverSoon(SwitchoverSoon { last_round, called_off }));
+                self.awaited_pong = Some(now.0);
+                self.ping(now);
+                State::Sending { round: last_round, sent: false, received: false }
             }
             (State::Comparing { held, last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {
-                self.compare(held, last_round, Some(ours), theirs)
+                self.compare(now, held, last_round, Some(ours), theirs)
             }
-            (State::Undecided { given }, SourceEvent::Fate(answer)) => self.on_fate(given, &answer),
             (State::Undecided { given }, SourceEvent::Overridden { by, answer }) => {
                 self.on_override(given, by, answer)
             }
+            (state, SourceEvent::Fate(answer)) => self.on_fate(state, &answer),
             (state, _) => unreachable!("the table lets it through in {:?}", state.phase()),
         }
     }
@@ -304,7 +340,10 @@ impl Source {
                 State::Rehearsing { round, saved: false }
             }
             Decision::Switchover => {
-                self.send(Control::SwitchoverSoon(SwitchoverSoon { last_round: next }));
+                self.send(Control::SwitchoverSoon(SwitchoverSoon {
+                    last_round: next,
+                    called_off: None,
+                }));
                 self.actions.push_back(SourceAction::Pause);
                 State::Pausing { last_round: next }
             }
@@ -323,7 +362,7 @@ impl Source {
         if sent && !received {
             self.expect_within(now, limits::ROUND_ACK_MAX);
         }
-        if !(sent && received) {
+        if !(sent && received) || self.awaited_pong.is_some() {
             return State::Sending { round, sent, received };
         }
         // The channels are empty now, so this measures the way and no queue.
@@ -340,8 +379,19 @@ impl Source {
         State::Deciding { round }
     }
 
+    /// Commits if nothing but a sign of life was missing.
+    fn commit_if_due(&mut self, now: Instant, state: State) -> State {
+        match state {
+            State::Switching { held, last_round, pages_sent, state_sent } => {
+                self.end_switching(now, held, last_round, pages_sent, state_sent)
+            }
+            state => state,
+        }
+    }
+
     fn end_switching(
         &mut self,
+        now: Instant,
         held: Held,
         last_round: u32,
         pages_sent: bool,
@@ -351,7 +401,12 @@ impl Source {
             return State::Switching { held, last_round, pages_sent, state_sent };
         }
         if !self.config.verify {
-            return self.commit(held, last_round);
+            if !self.is_heard(now) {
+                // Nobody could say what became of a commit that nobody is there to read.
+                self.ping_if_room(now, limits::STOPPED_PING_INTERVAL);
+                return State::Switching { held, last_round, pages_sent, state_sent };
+            }
+            return self.commit(now, held, last_round);
         }
         self.send(Control::AskDigest);
         self.actions.push_back(SourceAction::ComputeDigest);
@@ -360,13 +415,14 @@ impl Source {
 
     fn compare(
         &mut self,
+        now: Instant,
         held: Held,
         last_round: u32,
         ours: Option<[u8; 32]>,
         theirs: Option<[u8; 32]>,
     ) -> State {
         match (ours, theirs) {
-            (Some(here), Some(there)) if here == there => self.commit(held, last_round),
+            (Some(here), Some(there)) if here == there => self.commit(now, held, last_round),
             (Some(_), Some(_)) => {
                 let state = State::Comparing { held, last_round, ours, theirs };
                 self.fail(state, Failure::MemoryDiffers)
@@ -376,12 +432,17 @@ impl Source {
     }
 
     /// The right to run the guest leaves.
-    fn commit(&mut self, held: Held, last_round: u32) -> State {
-        let Held { permit, running } = held;
+    fn commit(&mut self, now: Instant, held: Held, last_round: u32) -> State {
+        let Held { permit, running, since } = held;
         let permit = permit.give_away();
         let migration = self.config.setup.migration;
-        self.send(Control::Commit(Commit { migration, last_round, running }));
-        State::Committing { given: Given { permit, running } }
+        let accepted = self.config.downtime_limit;
+        let complete = limits::complete_max(accepted, now.since(since));
+        let complete_within_ms = u32::try_from(complete.as_millis()).ok();
+        self.send(Control::Commit(Commit { migration, last_round, running, complete_within_ms }));
+        let round_trip = self.round_trip().unwrap_or_default();
+        self.expect_within(now, limits::answer_max(accepted, complete, round_trip));
+        State::Committing { given: Given { permit, running }, lost: None }
     }
 
     fn take_back(&mut self, given: Given, proof: Refusal, failure: Failure) -> State {
@@ -391,7 +452,12 @@ impl Source {
         self.end(failure)
     }
 
-    fn on_fate(&mut self, given: Given, answer: &Answer) -> State {
+    fn on_fate(&mut self, state: State, answer: &Answer) -> State {
+        let (given, lost, has_time) = match state {
+            State::Committing { given, lost } => (given, lost, true),
+            State::Undecided { given } => (given, None, false),
+            state => unreachable!("the table lets no answer through in {:?}", state.phase()),
+        };
         let asked = self.peer.expect("a commit follows a SetupDone").instance;
         if let Some(proof) = Refusal::from_answer(answer, asked) {
             return self.take_back(given, proof, Failure::NeverArrived);
@@ -402,6 +468,7 @@ impl Source {
                     self.finish(SourceOutcome::Completed { committed: None, alive: None });
                     return State::Completed;
                 }
+                Fate::Pending if has_time => return State::Committing { given, lost },
                 Fate::Pending => Doubt::Pending,
                 Fate::Abandoned | Fate::Unknown => unreachable!("is a proof"),
             }
@@ -417,7 +484,7 @@ impl Source {
     fn on_override(&mut self, given: Given, by: OperatorOverride, answer: Option<Answer>) -> State {
         let asked = self.peer.expect("a commit follows a SetupDone").instance;
         if let Some(answer) = answer.filter(|answer| answer.instance == asked) {
-            return self.on_fate(given, &answer);
+            return self.on_fate(State::Undecided { given }, &answer);
         }
         match by {
             OperatorOverride::RunHere(word) => {
@@ -451,13 +518,14 @@ impl Source {
                 State::Withdrawing { failure }
             }
             State::Switching { held, .. } | State::Comparing { held, .. } => {
-                let Held { permit, running } = held;
+                let Held { permit, running, .. } = held;
                 self.actions.push_back(SourceAction::Resume { permit, running });
                 self.tell_peer(&failure);
                 self.end(failure)
             }
-            State::Committing { given } => {
-                let reason = Doubt::Unconfirmed(failure);
+            State::Committing { given, lost } => {
+                let lost = lost.map(|reason| Failure::ControlLost { reason });
+                let reason = Doubt::Unconfirmed(lost.unwrap_or(failure));
                 self.finish(SourceOutcome::Undecided { reason });
                 State::Undecided { given }
             }

@@ -23,6 +23,7 @@ pub(crate) enum Kind {
     GotAlive,
     GotAbandon,
     GotPong,
+    GotUnaskedPong,
     GotSourceMessage,
     ChannelsConnected,
     RoundSent,
@@ -34,6 +35,8 @@ pub(crate) enum Kind {
     LastRoundSent,
     StateSaved,
     OwnDigest,
+    ChannelsMove,
+    CalledOff,
     Fate,
     OverriddenRunHere,
     OverriddenGiveUp,
@@ -70,6 +73,8 @@ impl Kind {
             SourceEvent::Overridden { by: OperatorOverride::GiveUp(_), .. } => {
                 Kind::OverriddenGiveUp
             }
+            SourceEvent::ChannelsMove => Kind::ChannelsMove,
+            SourceEvent::CalledOff => Kind::CalledOff,
         }
     }
 
@@ -110,6 +115,7 @@ impl Kind {
             Kind::GotAlive => "Alive",
             Kind::GotAbandon => "Abandon",
             Kind::GotPong => "Pong",
+            Kind::GotUnaskedPong => "a Pong that nobody asked for",
             Kind::GotSourceMessage => "a message that only a source sends",
             Kind::ChannelsConnected => "connected channels",
             Kind::RoundSent => "a sent round",
@@ -121,6 +127,8 @@ impl Kind {
             Kind::LastRoundSent => "a sent last round",
             Kind::StateSaved => "a saved state",
             Kind::OwnDigest => "a digest",
+            Kind::ChannelsMove => "moving channels",
+            Kind::CalledOff => "a stop that was called off",
             Kind::Fate => "a fate",
             Kind::OverriddenRunHere | Kind::OverriddenGiveUp => "an operator's override",
             Kind::Cancel => "a cancel",
@@ -168,6 +176,7 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
         | Kind::GotAlive
         | Kind::GotAbandon
         | Kind::GotPong
+        | Kind::GotUnaskedPong
         | Kind::GotSourceMessage => on_message(phase, kind),
         Kind::ChannelsConnected
         | Kind::RoundSent
@@ -178,8 +187,14 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
         | Kind::Paused
         | Kind::LastRoundSent
         | Kind::StateSaved
-        | Kind::OwnDigest => on_report(phase, kind),
+        | Kind::OwnDigest
+        | Kind::CalledOff => on_report(phase, kind),
+        Kind::ChannelsMove => match phase {
+            Sending => Act(&[Sending]),
+            _ => Ignore,
+        },
         Kind::Fate => match phase {
+            Committing => Act(&[Committing, Undecided, Completed, Failed]),
             Undecided => Act(&[Undecided, Completed, Failed]),
             _ => Ignore,
         },
@@ -191,6 +206,8 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
             Undecided => Act(&[Undecided, Completed, Failed, GivenUp]),
             _ => Ignore,
         },
+        // Its answer may be had by a question.
+        Kind::ControlLost if phase == Committing => Act(&[Committing]),
         Kind::Cancel | Kind::HostFailed | Kind::ChannelLost => on_own_end(phase, kind),
         Kind::ControlLost | Kind::Silence | Kind::Deadline => on_lost_peer(phase),
     }
@@ -198,12 +215,15 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
 
 fn on_message(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
     match (phase, kind) {
+        (Sending, Kind::GotPong) => Act(&[Sending, Rehearsing, Deciding]),
+        // A sign of life, which the commit may have waited for.
+        (Switching, Kind::GotPong) => Act(&[Switching, Comparing, Committing]),
         // Measured before the table is asked.
         (_, Kind::GotPong) => Ignore,
         (SettingUp, Kind::GotSetupDone) => Act(&[Connecting]),
         (Connecting, Kind::GotChannelsReady) => Act(&[Connecting, Sending]),
         (Sending, Kind::GotRoundReceived) => Act(&[Sending, Rehearsing, Deciding]),
-        (Switching, Kind::GotRoundReceived) => Act(&[Switching]),
+        (Switching, Kind::GotRoundReceived) => Act(&[Switching, Comparing, Committing]),
         (Comparing, Kind::GotRoundReceived) => Act(&[Comparing]),
         // The last round's, which nobody waits for.
         (Committing | Confirming, Kind::GotRoundReceived) => Ignore,
@@ -235,6 +255,7 @@ fn on_report(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
         (Switching, Kind::LastRoundSent | Kind::StateSaved) => {
             Act(&[Switching, Comparing, Committing])
         }
+        (Switching, Kind::CalledOff) => Act(&[Sending]),
         (Comparing, Kind::OwnDigest) => Act(&[Comparing, Committing]),
         // The permit goes back whenever it comes.
         (Withdrawing, Kind::Paused) => Act(&[Failed, Cancelled]),
@@ -300,7 +321,7 @@ pub(crate) const PHASES: [SourcePhase; 16] = [
 ];
 
 #[cfg(test)]
-pub(crate) const KINDS: [Kind; 30] = [
+pub(crate) const KINDS: [Kind; 33] = [
     Kind::GotSetupDone,
     Kind::GotChannelsReady,
     Kind::GotRoundReceived,
@@ -311,6 +332,7 @@ pub(crate) const KINDS: [Kind; 30] = [
     Kind::GotAlive,
     Kind::GotAbandon,
     Kind::GotPong,
+    Kind::GotUnaskedPong,
     Kind::GotSourceMessage,
     Kind::ChannelsConnected,
     Kind::RoundSent,
@@ -322,6 +344,8 @@ pub(crate) const KINDS: [Kind; 30] = [
     Kind::LastRoundSent,
     Kind::StateSaved,
     Kind::OwnDigest,
+    Kind::ChannelsMove,
+    Kind::CalledOff,
     Kind::Fate,
     Kind::OverriddenRunHere,
     Kind::OverriddenGiveUp,

@@ -39,7 +39,7 @@ fn done() -> SetupDone {
 }
 
 fn held() -> Held {
-    Held { permit: RunPermit::for_new_guest(), running: true }
+    Held { permit: RunPermit::for_new_guest(), running: true, since: T0 }
 }
 
 fn given() -> Given {
@@ -72,7 +72,7 @@ fn states() -> Vec<State> {
     for (ours, theirs) in [(None, None), (Some([3; 32]), None), (None, Some([3; 32]))] {
         states.push(State::Comparing { held: held(), last_round: 5, ours, theirs });
     }
-    states.push(State::Committing { given: given() });
+    states.push(State::Committing { given: given(), lost: None });
     states.push(State::Undecided { given: given() });
     for failure in [Failure::Silence, Failure::Cancelled { reason: String::new() }] {
         states.push(State::Withdrawing { failure });
@@ -108,6 +108,8 @@ fn inputs() -> Vec<(Kind, Input)> {
         message(Control::Pong(Pong { sent_ns: 0, answered_ns: 0 })),
         message(Control::AskDigest),
         SourceEvent::ChannelsConnected,
+        SourceEvent::ChannelsMove,
+        SourceEvent::CalledOff,
         SourceEvent::Rehearsed { state: vec![1] },
         SourceEvent::Decided(Decision::NextRound),
         SourceEvent::Decided(Decision::RehearseAgain),
@@ -143,6 +145,8 @@ fn inputs() -> Vec<(Kind, Input)> {
     }
     let mut inputs: Vec<(Kind, Input)> =
         events.into_iter().map(|event| (Kind::of(&event), Input::Event(event))).collect();
+    let invented = Control::Pong(Pong { sent_ns: 7, answered_ns: 0 });
+    inputs.push((Kind::GotUnaskedPong, Input::Event(SourceEvent::Received(invented))));
     inputs.push((Kind::Silence, Input::Silence));
     inputs.push((Kind::Deadline, Input::Deadline { limit: Duration::from_secs(1) }));
     inputs
@@ -230,6 +234,8 @@ fn copy(event: &SourceEvent) -> SourceEvent {
             };
             SourceEvent::Overridden { by, answer: *answer }
         }
+        SourceEvent::ChannelsMove => SourceEvent::ChannelsMove,
+        SourceEvent::CalledOff => SourceEvent::CalledOff,
     }
 }
 
@@ -277,8 +283,11 @@ fn actions(source: &mut Source) -> Vec<SourceAction> {
 }
 
 fn undecided() -> Source {
-    let mut source = machine(false, State::Committing { given: given() });
+    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    source.deadline = Some((T0, Duration::from_secs(2)));
     source.on_event(T0, SourceEvent::ControlLost { reason: some_reason() });
+    assert_eq!(source.phase(), SourcePhase::Committing, "the answer may be had by a question");
+    source.on_timeout(T0);
     source
 }
 
@@ -366,7 +375,7 @@ fn the_destination_knows_better_than_an_operator() {
 
 #[test]
 fn nothing_but_doubt_can_be_overridden() {
-    let mut source = machine(false, State::Committing { given: given() });
+    let mut source = machine(false, State::Committing { given: given(), lost: None });
     source.on_event(T0, SourceEvent::Overridden { by: run_here(), answer: None });
     assert_eq!(source.phase(), SourcePhase::Committing);
     assert!(actions(&mut source).is_empty());
@@ -374,8 +383,8 @@ fn nothing_but_doubt_can_be_overridden() {
 
 #[test]
 fn a_commit_confirmed_late_is_confirmed() {
-    let mut source = machine(false, State::Committing { given: given() });
-    source.deadline = Some((T0, limits::COMMIT_ACK_MAX));
+    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    source.deadline = Some((T0, Duration::from_secs(2)));
     source.on_timeout(T0);
     assert_eq!(source.phase(), SourcePhase::Undecided);
     source.on_event(T0, SourceEvent::Received(Control::Committed(committed())));
@@ -509,4 +518,126 @@ fn the_final_state_says_how_the_clocks_differ() {
 fn equal_names_are_not_one_clock_if_the_pings_say_otherwise() {
     let measured = MeasuredClock { offset_ns: 1_000_000_000_000, error_ns: 50 };
     assert_eq!(clock_sent(&ClockKey::new(b"here"), 1_000_000_000_000), Some(measured));
+}
+
+/// A frozen destination's source would be undecided, and its guest stopped, for as long as it is.
+#[test]
+fn a_destination_that_was_not_heard_lately_gets_no_commit() {
+    let held = held();
+    let state = State::Switching { held, last_round: 5, pages_sent: true, state_sent: false };
+    let mut source = machine(false, state);
+    let late = T0.after(limits::UNHEARD_MAX + Duration::from_millis(1));
+    source.on_event(late, SourceEvent::StateSaved { bytes: vec![1] });
+    let told = actions(&mut source);
+    let [SourceAction::Send(Control::FinalState(_)), SourceAction::Send(Control::Ping(ping))] =
+        &told[..]
+    else {
+        panic!("{told:?}");
+    };
+    assert_eq!(source.phase(), SourcePhase::Switching);
+    let pong = Control::Pong(Pong { sent_ns: ping.sent_ns, answered_ns: 0 });
+    source.on_event(late, SourceEvent::Received(pong));
+    let told = actions(&mut source);
+    assert!(matches!(told[..], [SourceAction::Send(Control::Commit(_))]), "{told:?}");
+}
+
+/// 300 ms are accepted: a second in all, and half of it again on both sides of the commit.
+#[test]
+fn the_whole_blackout_has_one_bound() {
+    let pausing = || machine(false, State::Pausing { last_round: 5 });
+    let paused = || SourceEvent::Paused { permit: RunPermit::for_new_guest(), running: true };
+    let mut source = pausing();
+    source.on_event(T0, paused());
+    actions(&mut source);
+    let bound = Duration::from_secs(1);
+    source.on_timeout(T0.after(bound));
+    let told = actions(&mut source);
+    assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
+    for (stopped, complete) in [(100, 900), (700, 500)] {
+        let mut source = pausing();
+        source.on_event(T0, paused());
+        let now = T0.after(Duration::from_millis(stopped));
+        source.pinger.silence().heard(now);
+        source.on_event(now, SourceEvent::LastRoundSent { round: 5 });
+        source.on_event(now, SourceEvent::StateSaved { bytes: vec![1] });
+        let told = actions(&mut source);
+        let Some(SourceAction::Send(Control::Commit(commit))) = told.last() else {
+            panic!("{told:?}");
+        };
+        assert_eq!(commit.complete_within_ms, Some(complete));
+        let answer = now.after(Duration::from_millis(u64::from(complete)) + bound / 2);
+        assert_eq!(source.poll_timeout(), Some(answer));
+        source.on_timeout(answer);
+        assert_eq!(source.phase(), SourcePhase::Undecided);
+    }
+}
+
+#[test]
+fn a_stop_that_is_called_off_lets_the_guest_run_and_the_round_go_on() {
+    let switching = |pages_sent, state_sent| {
+        let held = held();
+        machine(false, State::Switching { held, last_round: 5, pages_sent, state_sent })
+    };
+    let mut source = switching(false, false);
+    source.rehearsed = Some(Rehearsed { load_ns: 1, start_ns: 1 });
+    source.on_event(T0, SourceEvent::CalledOff);
+    let told = actions(&mut source);
+    let [
+        SourceAction::Resume { running: true, .. },
+        SourceAction::Send(Control::SwitchoverSoon(soon)),
+        SourceAction::Send(Control::Ping(ping)),
+    ] = &told[..]
+    else {
+        panic!("{told:?}");
+    };
+    assert_eq!((soon.last_round, soon.called_off), (5, Some(true)));
+    source.on_event(T0, SourceEvent::RoundSent { round: 5 });
+    let received = Control::RoundReceived(RoundReceived { round: 5 });
+    source.on_event(T0, SourceEvent::Received(received));
+    // Found by the simulated world: the next rounds overtook what was said of this one.
+    assert_eq!(source.phase(), SourcePhase::Sending);
+    let pong = Control::Pong(Pong { sent_ns: ping.sent_ns, answered_ns: 0 });
+    source.on_event(T0, SourceEvent::Received(pong));
+    assert_eq!(source.phase(), SourcePhase::Deciding);
+    for (pages_sent, state_sent) in [(true, false), (false, true)] {
+        let mut source = switching(pages_sent, state_sent);
+        source.on_event(T0, SourceEvent::CalledOff);
+        let told = actions(&mut source);
+        assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
+        assert_eq!(source.phase(), SourcePhase::Failed);
+    }
+}
+
+#[test]
+fn a_round_is_awaited_for_as_long_as_it_moves() {
+    let mut source = machine(false, State::Sending { round: 4, sent: false, received: false });
+    source.deadline = None;
+    source.on_event(T0, SourceEvent::RoundSent { round: 4 });
+    let mut now = T0;
+    for _ in 0..3 {
+        now = now.after(limits::ROUND_ACK_MAX - Duration::from_secs(1));
+        source.pinger.silence().heard(now);
+        source.on_event(now, SourceEvent::ChannelsMove);
+        source.on_timeout(now);
+        assert_eq!(source.phase(), SourcePhase::Sending);
+    }
+    now = now.after(limits::ROUND_ACK_MAX);
+    source.pinger.silence().heard(now);
+    source.on_timeout(now);
+    assert_eq!(source.phase(), SourcePhase::Failed);
+}
+
+#[test]
+fn a_guest_that_is_known_to_run_there_is_not_undecided() {
+    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    source.on_event(T0, SourceEvent::ControlLost { reason: some_reason() });
+    source.on_event(T0, SourceEvent::Fate(Answer { instance: HERE, fate: Fate::Pending }));
+    assert_eq!(source.phase(), SourcePhase::Committing);
+    assert!(actions(&mut source).is_empty());
+    source.on_event(T0, SourceEvent::Fate(Answer { instance: HERE, fate: Fate::Committed }));
+    let told = actions(&mut source);
+    assert!(
+        matches!(told[..], [SourceAction::Finish(SourceOutcome::Completed { .. })]),
+        "{told:?}"
+    );
 }

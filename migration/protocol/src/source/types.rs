@@ -84,13 +84,18 @@ pub enum SourceEvent {
         /// What failed, and why.
         reason: String,
     },
+    /// What was handed to the channels is still on its way: some of it has left since the last time.
+    ChannelsMove,
+    /// The blackout would become too long: the guest is to run on, and the last round's pages are a
+    /// round like any other. Only before `StateSaved` and `LastRoundSent`; `RoundSent` follows.
+    CalledOff,
     /// The owner wants the guest to stay. Too late after the commit.
     Cancel {
         /// Why.
         reason: String,
     },
-    /// The destination's answer to a query about this attempt, while it is undecided. Each is
-    /// answered by a [`SourceAction::Finish`].
+    /// The destination's answer to a query about this attempt, once the commit was sent. Each one
+    /// while it is undecided is answered by a [`SourceAction::Finish`].
     Fate(Answer),
     /// An operator wants to end the doubt, and the destination was asked just before. If the
     /// process that got the commit answered, its answer counts and not the operator.

@@ -2,7 +2,11 @@
 
 use crate::Stream;
 use martlet_wire::rdma::{RDMA_HEADER_BYTES, RdmaError, RdmaHeader, RdmaMessage};
+use rustix::event::PollFlags;
 use std::io;
+
+/// Bytes that may wait to be sent. A peer that leaves more takes nothing any more.
+const UNSENT_BYTES_MAX: usize = 1 << 20;
 
 /// Why no message came.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +28,8 @@ pub(super) enum MessageError {
 pub(super) struct Messages {
     stream: Stream,
     out: Vec<u8>,
+    /// Bytes of `out` that the kernel has.
+    handed_over: usize,
     input: Vec<u8>,
     filled: usize,
     header: Option<RdmaHeader>,
@@ -32,15 +38,29 @@ pub(super) struct Messages {
 impl Messages {
     pub(super) fn new(stream: Stream) -> Messages {
         let input = vec![0; RDMA_HEADER_BYTES];
-        Messages { stream, out: Vec::new(), input, filled: 0, header: None }
+        Messages { stream, out: Vec::new(), handed_over: 0, input, filled: 0, header: None }
     }
 
     pub(super) fn stream(&self) -> &Stream {
         &self.stream
     }
 
+    /// The stream, once what was queued is sent, with a bound on every wait.
     pub(super) fn into_stream(self) -> Stream {
+        // A stream that broke shows it to whoever uses it next.
+        drop(self.stream.write_all(&self.out[self.handed_over..]));
         self.stream
+    }
+
+    /// What to wait for on the stream.
+    pub(super) fn wanted(&self) -> PollFlags {
+        let mut wanted = PollFlags::IN;
+        wanted.set(PollFlags::OUT, self.is_unsent());
+        wanted
+    }
+
+    fn is_unsent(&self) -> bool {
+        self.handed_over < self.out.len()
     }
 
     /// Puts a message behind those that wait for [`Messages::flush`].
@@ -48,14 +68,34 @@ impl Messages {
         message.encode(&mut self.out);
     }
 
-    /// Sends what was queued.
+    /// Sends of what was queued as much as there is room for; never waits.
     pub(super) fn flush(&mut self) -> io::Result<()> {
-        if self.out.is_empty() {
-            return Ok(());
+        while self.is_unsent() {
+            match self.stream.write_now(&self.out[self.handed_over..]) {
+                Ok(sent) => self.handed_over += sent,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let unsent = self.out.len() - self.handed_over;
+                    if unsent <= UNSENT_BYTES_MAX {
+                        return Ok(());
+                    }
+                    self.forget_unsent();
+                    let text = format!("the peer takes no messages: {unsent} bytes wait");
+                    return Err(io::Error::other(text));
+                }
+                Err(error) => {
+                    self.forget_unsent();
+                    return Err(error);
+                }
+            }
         }
-        let sent = self.stream.write_all(&self.out);
+        self.forget_unsent();
+        Ok(())
+    }
+
+    fn forget_unsent(&mut self) {
+        self.handed_over = 0;
         self.out.clear();
-        sent
     }
 
     /// The next message if it is there; never waits.

@@ -245,7 +245,7 @@ impl Link {
         }
         let due = if self.accepting.is_some() { Duration::ZERO } else { due };
         let mut fds = vec![
-            PollFd::new(self.messages.stream(), PollFlags::IN),
+            PollFd::new(self.messages.stream(), self.messages.wanted()),
             PollFd::new(wake, PollFlags::IN),
         ];
         if let Some(nic) = &self.nic {

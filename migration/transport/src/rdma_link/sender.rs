@@ -208,7 +208,7 @@ impl RdmaSender {
             let _ = nic.wait(queue, due.min(COMPLETION_WAIT_MAX), &mut self.completions);
             return Ok(());
         }
-        let stream = PollFd::new(self.messages.stream(), PollFlags::IN);
+        let stream = PollFd::new(self.messages.stream(), self.messages.wanted());
         let mut fds = vec![stream, PollFd::new(wake, PollFlags::IN)];
         if let Some(nic) = &self.nic {
             fds.push(PollFd::new(nic.wake(), PollFlags::IN));

@@ -3,12 +3,13 @@
 use super::Driver;
 use crate::report::{Outcome, Phases, Report, Status};
 use crate::source::events::Event;
+use crate::source::lanes::Lanes;
 use crate::source::query;
 use crate::source::switchover::{self, Remote};
 use crate::{chain, host};
-use martlet_protocol::{Failure, SourceEvent, SourceOutcome};
+use martlet_protocol::{Failure, SourceEvent, SourceOutcome, SourcePhase};
 use martlet_transport::monotonic_now;
-use martlet_units::{ByteCount, PageCount};
+use martlet_units::{ByteCount, Instant, PageCount};
 use martlet_wire::control::Answer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,13 +19,34 @@ use tracing::{info, warn};
 /// Wall clocks that NTP leads are closer than this.
 const WALL_CLOCK_TOLERANCE: Duration = Duration::from_millis(100);
 
+/// Between two questions about a guest that nobody here knows the whereabouts of.
+const QUESTION_PAUSE_MIN: Duration = Duration::from_millis(250);
+const QUESTION_PAUSE_MAX: Duration = Duration::from_secs(10);
+
 impl Driver<'_> {
     /// Frees what the attempt held and writes the report.
     pub(super) fn finish(&mut self) {
-        self.publish();
         let outcome = self.outcome.take().expect("only called with an outcome");
-        let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
-        let (status, outcome, error) = match outcome {
+        let (status, outcome, error) = self.conclude(outcome);
+        info!(?outcome, error = error.as_deref(), "the migration ended");
+        let is_reported =
+            self.guarded(|driver| driver.write_report(status, outcome, error.clone()));
+        if !is_reported {
+            let report = Report::not_begun(outcome, error, self.shared.started);
+            self.shared.finish(status, report);
+        }
+        self.guarded(|driver| {
+            if outcome == Outcome::Completed {
+                driver.tidy();
+            }
+            if let Some(lanes) = driver.lanes.take() {
+                lanes.join();
+            }
+        });
+    }
+
+    fn conclude(&mut self, outcome: SourceOutcome) -> (Status, Outcome, Option<String>) {
+        match outcome {
             SourceOutcome::Completed { committed, alive } => {
                 self.committed = committed.or(self.committed);
                 self.alive = alive;
@@ -48,8 +70,15 @@ impl Driver<'_> {
             SourceOutcome::Undecided { reason } => {
                 (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
             }
-        };
-        info!(?outcome, error = error.as_deref(), "the migration ended");
+        }
+    }
+
+    fn write_report(&mut self, status: Status, outcome: Outcome, error: Option<String>) {
+        self.publish();
+        let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
+        self.last_run = None;
+        // Whatever a lane waits for: nobody does for it.
+        self.lanes.iter().for_each(Lanes::break_all);
         match outcome {
             Outcome::Completed => {
                 self.guest = self.vmm.guest_check();
@@ -64,13 +93,6 @@ impl Driver<'_> {
         }
         let report = self.report(outcome, error, total);
         self.shared.finish(status, report);
-        if matches!(outcome, Outcome::Completed | Outcome::GivenUp) {
-            self.tidy();
-        }
-        if let Some(lanes) = self.lanes.take() {
-            lanes.break_all();
-            lanes.join();
-        }
     }
 
     fn report(&self, outcome: Outcome, error: Option<String>, total: Duration) -> Report {
@@ -127,10 +149,35 @@ impl Driver<'_> {
     /// An undecided migration waits here until the destination settles it.
     pub(super) fn stay_for_questions(&mut self) {
         while self.shared.status() == Status::Undecided {
-            self.step();
+            self.guarded(Driver::step);
             if self.outcome.is_some() {
                 self.finish();
             }
+        }
+    }
+
+    /// Whether the commit was sent and its answer may only be had by a question.
+    fn is_in_doubt(&self) -> bool {
+        match self.machine.phase() {
+            SourcePhase::Undecided => true,
+            SourcePhase::Committing => !self.control_open,
+            _ => false,
+        }
+    }
+
+    /// When the destination is to be asked, if it is.
+    pub(super) fn ask_at(&self) -> Option<Instant> {
+        (self.is_in_doubt() && !self.is_asking).then_some(self.next_question)
+    }
+
+    /// Asks by itself what became of the guest, seldomer and seldomer.
+    pub(super) fn mind_doubt(&mut self) {
+        let now = monotonic_now();
+        if self.ask_at().is_some_and(|at| at <= now) {
+            self.question_pause =
+                (self.question_pause * 2).clamp(QUESTION_PAUSE_MIN, QUESTION_PAUSE_MAX);
+            self.next_question = now.after(self.question_pause);
+            self.ask_fate();
         }
     }
 
@@ -140,8 +187,9 @@ impl Driver<'_> {
         if self.is_asking {
             return;
         }
-        let (to, migration, shared) = (self.to.clone(), self.migration, Arc::clone(&self.shared));
-        let ask = move || shared.events.post(Event::Asked(query::ask(&to, migration)));
+        let (to, target) = (self.to.clone(), self.target.clone());
+        let (migration, shared) = (self.migration, Arc::clone(&self.shared));
+        let ask = move || shared.events.post(Event::Asked(query::ask(&to, &target, migration)));
         match host::spawn("martlet-query", ask) {
             Ok(_) => self.is_asking = true,
             Err(error) => self.shared.note_unanswered(format!("cannot start a thread: {error}")),
@@ -150,6 +198,7 @@ impl Driver<'_> {
 
     pub(super) fn on_answer(&mut self, answer: Result<Answer, String>) {
         self.is_asking = false;
+        self.next_question = self.next_question.max(monotonic_now().after(self.question_pause));
         if let Some(by) = self.overriding.take() {
             warn!(?by, ?answer, "an operator ends the doubt about a migration");
             return self.tell(SourceEvent::Overridden { by, answer: answer.ok() });

@@ -18,6 +18,13 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// Messages of the peer that are taken in one look.
 const MESSAGES_A_LOOK: usize = 32;
 
+/// Looks in a row that did not come to the end of what the peer has sent. A destination has a few
+/// messages to send in all.
+const FULL_LOOKS_MAX: u32 = 64;
+
+/// Whether what was sent still moves is looked at this often.
+const MOVING_INTERVAL: Duration = Duration::from_secs(1);
+
 impl Driver<'_> {
     /// Waits for a message, an event or something that is due, and takes in what is there.
     pub(super) fn look(&mut self) {
@@ -34,6 +41,7 @@ impl Driver<'_> {
         while let Some(event) = self.shared.events.take() {
             self.on_own_event(event);
         }
+        self.look_at_channels();
     }
 
     /// Tells the machine what time it is. What came in was told before, however late this thread
@@ -58,7 +66,13 @@ impl Driver<'_> {
             limit = limit.min(at.since(now));
         }
         if self.is_handing_out() {
-            limit = if self.held.is_some() { FEED_INTERVAL } else { Duration::ZERO };
+            limit = if self.lanes_full { limit.min(FEED_INTERVAL) } else { Duration::ZERO };
+        }
+        if let Some(at) = self.ask_at() {
+            limit = limit.min(at.since(now));
+        }
+        if let Some(wait) = self.last_run_wait() {
+            limit = limit.min(wait);
         }
         if std::mem::take(&mut self.unread) || limit.is_zero() {
             return Ok(());
@@ -69,8 +83,15 @@ impl Driver<'_> {
             PollFd::new(self.shared.events.wake(), PollFlags::IN),
             PollFd::new(&self.control, wanted),
         ];
-        let watched = if self.control_open { 2 } else { 1 };
-        wait_any(&mut fds[..watched], limit).map(drop)
+        let watched = &mut fds[..if self.control_open { 2 } else { 1 }];
+        if !self.is_blocked() {
+            return wait_any(watched, limit).map(drop);
+        }
+        let mut all = watched.to_vec();
+        if let (Some(lanes), Some(run)) = (&self.lanes, &self.inline_run) {
+            lanes.blocked(run, &mut all);
+        }
+        wait_any(&mut all, limit).map(drop)
     }
 
     pub(super) fn on_own_event(&mut self, event: Event) {
@@ -86,7 +107,7 @@ impl Driver<'_> {
                     if current.barriers_left == 0 {
                         match current.kind {
                             Kind::PreCopy => self.tell(SourceEvent::RoundSent { round }),
-                            Kind::Last => self.end_last_round(round),
+                            Kind::Last => self.on_last_pages_sent(),
                         }
                     }
                 }
@@ -117,12 +138,34 @@ impl Driver<'_> {
                     self.note(&message);
                     self.tell(SourceEvent::Received(message));
                 }
-                Ok(None) => return,
+                Ok(None) => {
+                    self.full_looks = 0;
+                    return;
+                }
                 Err(error) => return self.lose_control(chain(&error)),
             }
         }
         // It may be in memory already, where `poll` does not see it.
         self.unread = true;
+        self.full_looks += 1;
+        if self.full_looks >= FULL_LOOKS_MAX {
+            self.lose_control("the peer sends messages without end".to_owned());
+        }
+    }
+
+    /// A round that was sent may be long on its way: a slow link is not a lost one.
+    fn look_at_channels(&mut self) {
+        let (Some(round), Some(lanes)) = (&self.round, &self.lanes) else { return };
+        let (before, at) = self.moving;
+        let now = monotonic_now();
+        if now < at || !round.handed_out || round.took.is_some() || round.kind == Kind::Last {
+            return;
+        }
+        let left = lanes.unacknowledged();
+        self.moving = (left, now.after(MOVING_INTERVAL));
+        if left < before {
+            self.tell(SourceEvent::ChannelsMove);
+        }
     }
 
     pub(super) fn lose_control(&mut self, reason: String) {

@@ -1,9 +1,9 @@
 //! Channels and rounds: what is handed to the lanes, and how far it has come.
 
-use super::{BARRIER_PATIENCE, Driver, FEED_BURST, Kind, Round};
+use super::{Driver, FEED_BURST, Kind, Round};
 use crate::report::Status;
 use crate::source::connecting;
-use crate::source::lanes::{Common, Lanes};
+use crate::source::lanes::{Common, Lanes, LastRun};
 use martlet_protocol::SourceEvent;
 use martlet_ram::{TrackError, mark_touched};
 use martlet_transport::{Address, RdmaSender, Stream, monotonic_now};
@@ -29,6 +29,7 @@ impl Driver<'_> {
     pub(super) fn on_channels(&mut self, opened: Result<Vec<Stream>, String>) {
         match opened.and_then(|streams| self.start_lanes(streams)) {
             Ok(lanes) => {
+                self.inline_run = Some(LastRun::new(self.ram, &lanes));
                 self.lanes = Some(lanes);
                 self.tell(SourceEvent::ChannelsConnected);
             }
@@ -106,29 +107,40 @@ impl Driver<'_> {
         if round.handed_out {
             return;
         }
+        self.lanes_full = false;
         for _ in 0..FEED_BURST {
-            let next = match self.held.take() {
-                Some(chunk) => Ok(Some(chunk)),
-                None => match round.kind {
-                    Kind::PreCopy => self.scanner.next(tracker.as_mut()),
-                    Kind::Last => Ok(self.scanner.next_last()),
+            let next = match round.kind {
+                Kind::PreCopy => match self.held.take() {
+                    Some(chunk) => Ok(Some(chunk)),
+                    None => self.scanner.next(tracker.as_mut()),
                 },
+                // Kept until the commit, for a stop that is called off.
+                Kind::Last => Ok(self.last_chunks.get(self.last_handed).copied().or_else(|| {
+                    let chunk = self.scanner.next_last()?;
+                    self.last_chunks.push(chunk);
+                    Some(chunk)
+                })),
             };
             match next {
-                Ok(Some(chunk)) => {
-                    if let Err(chunk) = lanes.offer(chunk) {
-                        self.held = Some(chunk);
+                Ok(Some(chunk)) => match lanes.offer(chunk) {
+                    Ok(()) => self.last_handed += 1,
+                    Err(chunk) => {
+                        self.lanes_full = true;
+                        self.held = (round.kind == Kind::PreCopy).then_some(chunk);
                         return;
                     }
-                }
-                Ok(None) => {
-                    round.handed_out = true;
-                    let last = round.kind == Kind::Last;
-                    lanes.barrier(round.number, last, BARRIER_PATIENCE);
-                    return;
-                }
+                },
+                Ok(None) => return self.end_handing_out(),
                 Err(error) => return self.host_failed("cannot track dirty pages", &error),
             }
+        }
+    }
+
+    /// The lanes have all of the round; its barrier goes behind.
+    pub(super) fn end_handing_out(&mut self) {
+        let (Some(lanes), Some(round)) = (&self.lanes, &mut self.round) else { return };
+        if !std::mem::replace(&mut round.handed_out, true) {
+            lanes.barrier(round.number, round.kind == Kind::Last);
         }
     }
 

@@ -4,17 +4,18 @@
 //! pages and sends the rest straight from guest memory. In the blackout the driver may do a small
 //! last run on the lanes itself: a thread's wake-up would cost more than the pages.
 
-use super::{Common, QUEUE_CHUNKS, sleep_unless_stopped};
+use super::{Common, LaneThread, QUEUE_CHUNKS, Sending};
 use crate::host;
 use crate::source::events::Event;
-use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TrySendError};
-use martlet_ram::{Chunk, ChunkBits, PageBatch, Pushed, ZeroFinder, ZeroFinders};
-use martlet_transport::{PageSender, Stream, monotonic_now};
+use crossbeam_channel::{Receiver, Sender, TrySendError};
+use martlet_ram::{Chunk, ChunkBits, GuestRam, PageBatch, Pushed, ZeroFinder, ZeroFinders};
+use martlet_transport::{PageSender, Partly, Stream};
+use martlet_units::ByteCount;
+use rustix::event::{PollFd, PollFlags};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 enum Work {
     Chunk(Chunk),
@@ -67,7 +68,7 @@ impl PageLanes {
     fn start_lane(&self, stream: Stream, finder: Box<dyn ZeroFinder>) -> io::Result<Handle> {
         let breaker = stream.try_clone()?;
         let lane = Arc::new(Mutex::new(Lane::new(stream, 0)));
-        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS);
+        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS + 1);
         let thread = {
             let (lane, common) = (Arc::clone(&lane), Arc::clone(&self.common));
             host::spawn("martlet-send", move || run(&lane, &work, &common, finder))?
@@ -81,7 +82,11 @@ impl PageLanes {
 
     /// Hands a chunk to its lane, or gives it back if that lane has enough to do.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        match self.lane_of(&chunk).queue.try_send(Work::Chunk(chunk)) {
+        let queue = &self.lane_of(&chunk).queue;
+        if queue.len() >= QUEUE_CHUNKS {
+            return Err(chunk);
+        }
+        match queue.try_send(Work::Chunk(chunk)) {
             Ok(()) => Ok(()),
             // A lane whose thread ended has posted why; the driver will come to that.
             Err(
@@ -93,38 +98,49 @@ impl PageLanes {
     }
 
     /// Ends a round on every lane: each sends its barrier behind its last page and says so.
-    pub(super) fn barrier(&self, round: u32, patience: Duration) {
+    pub(super) fn barrier(&self, round: u32) {
         for handle in &self.lanes {
-            match handle.queue.send_timeout(Work::Barrier(round), patience) {
-                Ok(()) | Err(SendTimeoutError::Disconnected(_)) => {}
-                Err(SendTimeoutError::Timeout(_)) => {
-                    self.common.shared.events.post(Event::LaneLost {
-                        reason: format!("a channel took no work for {} s", patience.as_secs()),
-                    })
-                }
+            match handle.queue.try_send(Work::Barrier(round)) {
+                // A lane whose thread ended has posted why.
+                Ok(()) | Err(TrySendError::Disconnected(_)) => {}
+                Err(TrySendError::Full(_)) => unreachable!("a round ends once"),
             }
         }
     }
 
-    /// Sends chunks and the barrier on the caller's thread. Only while no lane has work.
-    pub(super) fn send_now(
+    pub(super) fn common(&self) -> &Common {
+        &self.common
+    }
+
+    pub(super) fn unacknowledged(&self) -> ByteCount {
+        let bytes = |handle: &Handle| handle.breaker.unacknowledged().unwrap_or(0);
+        ByteCount(self.lanes.iter().map(bytes).sum())
+    }
+
+    pub(super) fn blocked<'a>(&'a self, run: &LastRun<'_>, fds: &mut Vec<PollFd<'a>>) {
+        let unfinished = |(part, _): &(&Part<'_>, _)| part.step != Step::Done;
+        let handles = run.parts.iter().zip(&self.lanes).filter(unfinished);
+        fds.extend(handles.map(|(_, handle)| PollFd::new(&handle.breaker, PollFlags::OUT)));
+    }
+
+    /// Sends chunks and the barriers on the caller's thread, as far as there is room. Begun only
+    /// while no lane has work.
+    pub(super) fn advance(
         &self,
-        batch: &mut PageBatch<'_>,
+        run: &mut LastRun<'_>,
         chunks: &[Chunk],
         round: u32,
-    ) -> io::Result<()> {
+    ) -> io::Result<Sending> {
         let channels = self.channels();
-        for (channel, handle) in (0..).zip(&self.lanes) {
+        let mut sending = Sending::Done;
+        for (channel, (part, handle)) in (0..).zip(run.parts.iter_mut().zip(&self.lanes)) {
+            let mut own = chunks.iter().filter(|chunk| chunk.channel(channels) == channel);
             let mut lane = lock(&handle.lane);
-            let mut outgoing = Outgoing { common: &self.common, batch, pace: Pace::Unlimited };
-            for chunk in chunks.iter().filter(|chunk| chunk.channel(channels) == channel) {
-                let zero = chunk.zero_pages(&self.common.ram, &self.common.zero_check);
-                outgoing.add(&mut lane, *chunk, &zero)?;
+            if part.advance(&self.common, &mut lane, &mut own, round)? == Sending::Blocked {
+                sending = Sending::Blocked;
             }
-            outgoing.flush(&mut lane)?;
-            outgoing.barrier(&mut lane, round)?;
         }
-        Ok(())
+        Ok(sending)
     }
 
     /// Breaks all connections; the threads end by themselves.
@@ -139,7 +155,7 @@ impl PageLanes {
     pub(super) fn join(self) {
         for handle in self.lanes {
             drop(handle.queue);
-            // A panic there was reported by the panic hook; the attempt fails by its silence.
+            // A panic there was reported by the panic hook, and to the driver.
             let _ = handle.thread.join();
         }
     }
@@ -150,6 +166,110 @@ impl PageLanes {
 
     fn channels(&self) -> u16 {
         u16::try_from(self.lanes.len()).expect("at most 128 channels")
+    }
+}
+
+/// A last run on all lanes, by the driver.
+pub(super) struct LastRun<'ram> {
+    parts: Vec<Part<'ram>>,
+}
+
+/// What of it goes by one lane.
+struct Part<'ram> {
+    batch: PageBatch<'ram>,
+    /// Chunks of this lane that were taken.
+    taken: usize,
+    /// What of the newest of them is not in a batch yet.
+    rest: Option<(Chunk, ChunkBits)>,
+    step: Step,
+    /// How far the frame is that is being sent.
+    frame: Partly,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Fill,
+    Pages,
+    Barrier,
+    Done,
+}
+
+impl<'ram> LastRun<'ram> {
+    pub(super) fn new(ram: &'ram GuestRam, lanes: usize) -> LastRun<'ram> {
+        let part = |_| Part {
+            batch: PageBatch::new(ram),
+            taken: 0,
+            rest: None,
+            step: Step::Fill,
+            frame: Partly::default(),
+        };
+        LastRun { parts: (0..lanes).map(part).collect() }
+    }
+
+    pub(super) fn begin(&mut self) {
+        for part in &mut self.parts {
+            part.batch.clear();
+            (part.taken, part.rest, part.step) = (0, None, Step::Fill);
+        }
+    }
+}
+
+impl Part<'_> {
+    fn advance<'c>(
+        &mut self,
+        common: &Common,
+        lane: &mut Lane,
+        chunks: &mut impl Iterator<Item = &'c Chunk>,
+        round: u32,
+    ) -> io::Result<Sending> {
+        // Those that were taken before.
+        let mut chunks = chunks.skip(self.taken);
+        loop {
+            match self.step {
+                Step::Fill => {
+                    self.fill(common, &mut chunks);
+                    self.frame = Partly::default();
+                    self.step = if self.batch.is_empty() { Step::Barrier } else { Step::Pages };
+                }
+                Step::Pages => {
+                    let bytes = lane.sender.try_send(lane.round, &self.batch, &mut self.frame)?;
+                    common.sent.bytes.fetch_add(bytes.0, Ordering::Relaxed);
+                    if !self.frame.is_all() {
+                        return Ok(Sending::Blocked);
+                    }
+                    common.sent.count(self.batch.data_pages(), self.batch.zero_pages());
+                    self.batch.clear();
+                    self.step = Step::Fill;
+                }
+                Step::Barrier => {
+                    let bytes = lane.sender.try_barrier(round, &mut self.frame)?;
+                    common.sent.bytes.fetch_add(bytes.0, Ordering::Relaxed);
+                    if !self.frame.is_all() {
+                        return Ok(Sending::Blocked);
+                    }
+                    lane.round = round + 1;
+                    self.step = Step::Done;
+                }
+                Step::Done => return Ok(Sending::Done),
+            }
+        }
+    }
+
+    /// Fills the batch with what comes next.
+    fn fill<'c>(&mut self, common: &Common, chunks: &mut impl Iterator<Item = &'c Chunk>) {
+        loop {
+            if let Some((chunk, zero)) = &mut self.rest
+                && self.batch.push_chunk(chunk, zero) != Pushed::All
+            {
+                return;
+            }
+            let Some(chunk) = chunks.next() else {
+                self.rest = None;
+                return;
+            };
+            self.taken += 1;
+            self.rest = Some((*chunk, chunk.zero_pages(&common.ram, &common.zero_check)));
+        }
     }
 }
 
@@ -201,13 +321,11 @@ impl Outgoing<'_, '_> {
         }
         let common = self.common;
         if self.pace == Pace::Limited {
-            let delay = common.pacer.delay(monotonic_now(), self.batch.payload());
-            sleep_unless_stopped(common, delay);
+            common.await_turn(self.batch.payload());
         }
         let bytes = lane.sender.send(lane.round, self.batch)?;
         common.sent.bytes.fetch_add(bytes.0, Ordering::Relaxed);
-        common.sent.normal.fetch_add(self.batch.data_pages(), Ordering::Relaxed);
-        common.sent.zero.fetch_add(self.batch.zero_pages(), Ordering::Relaxed);
+        common.sent.count(self.batch.data_pages(), self.batch.zero_pages());
         self.batch.clear();
         Ok(())
     }
@@ -227,8 +345,9 @@ fn run(
     common: &Common,
     mut finder: Box<dyn ZeroFinder>,
 ) {
+    let _told = LaneThread(common);
     if let Err(error) = serve(lane, work, common, finder.as_mut()) {
-        common.shared.events.post(Event::of_lane("a data channel broke", &error));
+        common.lose_lane("a data channel broke", &error);
     }
 }
 
@@ -242,9 +361,7 @@ fn serve(
     let mut batch = PageBatch::new(&ram);
     let mut outgoing = Outgoing { common, batch: &mut batch, pace: Pace::Limited };
     for item in work {
-        if let Some(slice) = common.pacer.slice() {
-            outgoing.batch.limit_payload(slice);
-        }
+        outgoing.batch.limit_payload(common.piece());
         let mut lane = lock(lane);
         match item {
             Work::Chunk(chunk) => {

@@ -5,31 +5,32 @@
 //! it awake. Should RDMA fail, the lane goes on with page frames on the same stream, in the same
 //! round: first what is not known to have arrived, then what comes.
 
-use super::pages::{Lane as PageLane, Outgoing, Pace};
-use super::{Common, QUEUE_CHUNKS};
+mod state;
+
+use super::pages::Pace;
+use super::{Common, LaneThread, QUEUE_CHUNKS, Sending};
 use crate::host;
 use crate::source::events::Event;
-use crossbeam_channel::{Receiver, SendTimeoutError, Sender, TryRecvError, TrySendError};
-use martlet_ram::{
-    Chunk, ChunkBits, PageBatch, Pushed, RamBitmap, Run, RunKind, Scanner, ZeroFinder, ZeroFinders,
-};
-use martlet_transport::rdma::{Offered, PageSpan};
-use martlet_transport::{RdmaSender, Sent, Stream, Wake, monotonic_now, wait_any};
-use martlet_units::{ByteCount, Instant, PAGE_SIZE};
+use crossbeam_channel::{Receiver, Sender, TryRecvError, TrySendError};
+use martlet_ram::{Chunk, GuestRam, PageBatch, RamBitmap, ZeroFinder, ZeroFinders};
+use martlet_transport::{RdmaSender, Stream, Wake, wait_any};
 use rustix::event::{PollFd, PollFlags};
+use state::{State, Way, is_turn};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tracing::{info, warn};
 
 /// With nothing to do the thread looks this often whether it should stop.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 
-/// Pages of a bitmap's word.
-const WORD_PAGES: u64 = 64;
+/// A thread that waits for its turn under a limit looks this often whether that has changed.
+const TURN_MAX: Duration = Duration::from_millis(20);
+
+/// Steps of the driver with a last run before it looks at everything else.
+const STEPS_MAX: usize = 64;
 
 enum Work {
     Chunk(Chunk),
@@ -57,30 +58,6 @@ struct Gate {
     awake: AtomicBool,
 }
 
-enum Way {
-    Rdma(Box<RdmaSender>),
-    Pages(PageLane),
-    /// Being changed, or lost.
-    None,
-}
-
-struct State {
-    way: Way,
-    dirty: Arc<RamBitmap>,
-    /// Classified and not taken by the sender.
-    runs: VecDeque<Run>,
-    /// A round's end that waits for the runs before it.
-    ending: Option<(u32, bool)>,
-    /// A round's end that waits until all is in place.
-    draining: Option<u32>,
-    /// The round that is being sent.
-    round: u32,
-    /// Nothing is offered before, for the pace.
-    hold_until: Instant,
-    told_device: bool,
-    rounds_done: u32,
-}
-
 impl RdmaLane {
     pub(super) fn start(
         sender: RdmaSender,
@@ -104,11 +81,12 @@ impl RdmaLane {
             ending: None,
             draining: None,
             round: 0,
-            hold_until: Instant(0),
+            turn: None,
+            fallen: None,
             told_device: false,
             rounds_done: 0,
         }));
-        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS);
+        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS + 1);
         let thread = {
             let (state, gate, common) =
                 (Arc::clone(&state), Arc::clone(&gate), Arc::clone(&common));
@@ -118,6 +96,9 @@ impl RdmaLane {
     }
 
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
+        if self.queue.len() >= QUEUE_CHUNKS {
+            return Err(chunk);
+        }
         match self.queue.try_send(Work::Chunk(chunk)) {
             Ok(()) => {
                 self.gate.wake.raise();
@@ -132,22 +113,23 @@ impl RdmaLane {
         }
     }
 
-    pub(super) fn barrier(&self, round: u32, last: bool, patience: Duration) {
-        match self.queue.send_timeout(Work::Barrier { round, last }, patience) {
-            Ok(()) | Err(SendTimeoutError::Disconnected(_)) => {}
-            Err(SendTimeoutError::Timeout(_)) => {
-                let reason = format!("RDMA took no work for {} s", patience.as_secs());
-                self.common.shared.events.post(Event::LaneLost { reason });
-            }
+    pub(super) fn barrier(&self, round: u32, last: bool) {
+        match self.queue.try_send(Work::Barrier { round, last }) {
+            // A thread that ended has posted why.
+            Ok(()) | Err(TrySendError::Disconnected(_)) => {}
+            Err(TrySendError::Full(_)) => unreachable!("a round ends once"),
         }
         self.gate.wake.raise();
     }
 
-    /// Takes the lane from its thread, which may be a moment; the caller drives it from now on.
+    pub(super) fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// Asks for the lane: its thread lets go of it after the step that it is at.
     pub(super) fn take_over(&self) {
         *lock(&self.gate.taken_over) = true;
         self.gate.wake.raise();
-        drop(lock(&self.state));
     }
 
     /// The thread drives the lane again, awake until the end of the round.
@@ -161,29 +143,41 @@ impl RdmaLane {
         self.gate.wake.raise();
     }
 
-    /// Sends the last pages, and drives the lane until all of them are in place, without sleeping.
-    pub(super) fn send_now(
+    /// Sends the last pages, and drives the lane for some steps. Done is it when all of them are in
+    /// place. Without RDMA, or once that has ended, they are the thread's.
+    pub(super) fn advance(
         &self,
-        batch: &mut PageBatch<'_>,
+        run: &mut LastRun<'_>,
         chunks: &[Chunk],
         round: u32,
-    ) -> io::Result<()> {
-        self.take_over();
-        let mut state = lock(&self.state);
-        for chunk in chunks {
-            let zero = chunk.zero_pages(&self.common.ram, &self.common.zero_check);
-            state.add(&self.common, batch, *chunk, &zero, Pace::Unlimited)?;
-        }
-        state.end_round(&self.common, batch, round, true)?;
-        while state.rounds_done <= round {
-            if self.common.stop.load(Ordering::Relaxed) {
-                return Err(io::Error::other("told to stop"));
+    ) -> io::Result<Sending> {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            // Its thread is not out of it yet.
+            Err(TryLockError::WouldBlock) => {
+                rustix::thread::sched_yield();
+                return Ok(Sending::Busy);
             }
-            if !state.step(&self.common, batch, Pace::Unlimited)? {
+            Err(TryLockError::Poisoned(_)) => return Err(io::Error::other("its thread panicked")),
+        };
+        if !run.is_begun {
+            run.is_begun = true;
+            state.take_last(&self.common, &mut run.batch, chunks, round);
+        }
+        for _ in 0..STEPS_MAX {
+            if state.rounds_done > round {
+                return Ok(Sending::Done);
+            }
+            if state.fallen.is_some() || !matches!(state.way, Way::Rdma(_)) {
+                drop(state);
+                self.give_back();
+                return Ok(Sending::Left);
+            }
+            if !state.step(&self.common, Pace::Unlimited)? {
                 rustix::thread::sched_yield();
             }
         }
-        Ok(())
+        Ok(Sending::Busy)
     }
 
     pub(super) fn break_all(&self) {
@@ -199,203 +193,20 @@ impl RdmaLane {
     }
 }
 
-impl State {
-    /// Does what can be done now; whether there was anything.
-    fn step(&mut self, common: &Common, batch: &mut PageBatch<'_>, pace: Pace) -> io::Result<bool> {
-        let Way::Rdma(sender) = &mut self.way else { return Ok(false) };
-        let mut busy = sender.step().map_err(io::Error::other)?;
-        if !self.told_device
-            && let Some(device) = sender.device()
-        {
-            self.told_device = true;
-            info!(%device, "guest memory goes by RDMA");
-            common.shared.note_rdma(|rdma| rdma.device = Some(device));
-        }
-        while let Way::Rdma(sender) = &mut self.way
-            && let Some(said) = sender.take()
-        {
-            busy = true;
-            match said {
-                Sent::Round { round } => self.on_round_done(round),
-                Sent::FellBack { reason, rounds } => {
-                    self.fall_back(common, batch, reason, rounds, pace)?;
-                }
-            }
-        }
-        Ok(self.feed(common, pace) | busy)
-    }
-
-    fn on_round_done(&mut self, round: u32) {
-        self.draining = None;
-        self.round = round + 1;
-        self.rounds_done = round + 1;
-    }
-
-    /// Hands runs to the sender, then the round's end. What was taken is posted at the next step.
-    fn feed(&mut self, common: &Common, pace: Pace) -> bool {
-        let Way::Rdma(sender) = &mut self.way else { return false };
-        if !sender.is_open() {
-            return false;
-        }
-        let dirty = &self.dirty;
-        sender.prefetch(|pages| is_any_dirty(dirty, pages));
-        let mut busy = false;
-        while let Some(run) = self.runs.front_mut() {
-            if pace == Pace::Limited && monotonic_now() < self.hold_until {
-                break;
-            }
-            let before = *run;
-            let offered = sender.offer(run);
-            let taken = before.count - run.count;
-            busy |= taken > 0;
-            count(common, before.kind, taken);
-            if pace == Pace::Limited && before.kind == RunKind::Data {
-                let now = monotonic_now();
-                let bytes = ByteCount(u64::from(taken) * PAGE_SIZE);
-                self.hold_until = now.after(common.pacer.delay(now, bytes));
-            }
-            match offered {
-                Offered::All => self.runs.pop_front(),
-                Offered::Full => break,
-            };
-        }
-        if self.runs.is_empty()
-            && let Some((round, last)) = self.ending.take()
-        {
-            sender.end_round(last);
-            self.draining = Some(round);
-            busy = true;
-        }
-        busy
-    }
-
-    /// Takes a chunk, by whichever way is open.
-    fn add(
-        &mut self,
-        common: &Common,
-        batch: &mut PageBatch<'_>,
-        chunk: Chunk,
-        zero: &ChunkBits,
-        pace: Pace,
-    ) -> io::Result<()> {
-        if let Way::Pages(lane) = &mut self.way {
-            return Outgoing { common, batch, pace }.add(lane, chunk, zero);
-        }
-        let mut rest = chunk;
-        while batch.push_chunk(&mut rest, zero) != Pushed::All {
-            self.take_runs(batch);
-        }
-        self.take_runs(batch);
-        Ok(())
-    }
-
-    fn take_runs(&mut self, batch: &mut PageBatch<'_>) {
-        self.runs.extend(batch.runs());
-        batch.clear();
-    }
-
-    fn end_round(
-        &mut self,
-        common: &Common,
-        batch: &mut PageBatch<'_>,
-        round: u32,
-        last: bool,
-    ) -> io::Result<()> {
-        let Way::Pages(lane) = &mut self.way else {
-            self.ending = Some((round, last));
-            return Ok(());
-        };
-        let mut outgoing = Outgoing { common, batch, pace: Pace::Unlimited };
-        outgoing.flush(lane)?;
-        outgoing.barrier(lane, round)?;
-        self.on_round_done(round);
-        Ok(())
-    }
-
-    /// Goes on over the stream: first what nobody knows to have arrived.
-    fn fall_back(
-        &mut self,
-        common: &Common,
-        batch: &mut PageBatch<'_>,
-        reason: String,
-        rounds: u32,
-        pace: Pace,
-    ) -> io::Result<()> {
-        let Way::Rdma(sender) = std::mem::replace(&mut self.way, Way::None) else { return Ok(()) };
-        warn!(%reason, "RDMA ended; the rest goes over the connection");
-        let again = RamBitmap::new(&common.ram);
-        // The destination may have all of a round although the last acknowledgements were lost.
-        let arrived = self.draining.filter(|round| rounds > *round);
-        if arrived.is_none() {
-            for pages in sender.unretired() {
-                again.region(pages.region()).set_range(pages.first_page()..pages.end());
-            }
-        }
-        for run in self.runs.drain(..) {
-            let end = run.first_page + u64::from(run.count);
-            again.region(run.region).set_range(run.first_page..end);
-        }
-        let resent = again.count();
-        common.shared.note_rdma(|rdma| {
-            rdma.fell_back = Some(reason);
-            rdma.pages_again = resent;
-        });
-        let round = arrived.map_or(self.round, |round| round + 1);
-        self.way = Way::Pages(PageLane::new(sender.into_stream(), round));
-        let ended = self.draining.take().or(self.ending.take().map(|(round, _)| round));
-        if let Some(round) = arrived {
-            self.on_round_done(round);
-            return Ok(());
-        }
-        let mut scanner = Scanner::new(Arc::new(again));
-        // They were rearmed before they were taken, so what the guest writes meanwhile is dirty.
-        while let Some(chunk) = scanner.next_last() {
-            let zero = chunk.zero_pages(&common.ram, &common.zero_check);
-            self.add(common, batch, chunk, &zero, pace)?;
-        }
-        if let Way::Pages(lane) = &mut self.way {
-            Outgoing { common, batch, pace }.flush(lane)?;
-        }
-        match ended {
-            Some(round) => self.end_round(common, batch, round, false),
-            None => Ok(()),
-        }
-    }
-
-    fn flush(&mut self, common: &Common, batch: &mut PageBatch<'_>) -> io::Result<()> {
-        match &mut self.way {
-            Way::Pages(lane) => Outgoing { common, batch, pace: Pace::Limited }.flush(lane),
-            Way::Rdma(_) | Way::None => Ok(()),
-        }
-    }
-
-    /// Whether another chunk can be taken from the queue.
-    fn has_room(&self) -> bool {
-        match &self.way {
-            Way::Rdma(sender) => sender.is_open() && self.ending.is_none() && self.runs.is_empty(),
-            Way::Pages(_) => true,
-            Way::None => false,
-        }
-    }
+/// A last run by the driver.
+pub(super) struct LastRun<'ram> {
+    batch: PageBatch<'ram>,
+    is_begun: bool,
 }
 
-fn count(common: &Common, kind: RunKind, pages: u32) {
-    let pages = u64::from(pages);
-    match kind {
-        RunKind::Data => {
-            common.sent.bytes.fetch_add(pages * PAGE_SIZE, Ordering::Relaxed);
-            common.sent.normal.fetch_add(pages, Ordering::Relaxed);
-        }
-        RunKind::Zero => {
-            common.sent.zero.fetch_add(pages, Ordering::Relaxed);
-        }
+impl<'ram> LastRun<'ram> {
+    pub(super) fn new(ram: &'ram GuestRam) -> LastRun<'ram> {
+        LastRun { batch: PageBatch::new(ram), is_begun: false }
     }
-}
 
-fn is_any_dirty(dirty: &RamBitmap, pages: PageSpan) -> bool {
-    let word = |page: u64| usize::try_from(page / WORD_PAGES).unwrap_or(usize::MAX);
-    let next = dirty.region(pages.region()).next_nonzero_word(word(pages.first_page()));
-    next.is_some_and(|next| next <= word(pages.end() - 1))
+    pub(super) fn begin(&mut self) {
+        self.is_begun = false;
+    }
 }
 
 /// The lane's thread: ends when the queue is dropped or the lane is lost.
@@ -406,10 +217,11 @@ fn run(
     common: &Common,
     mut finder: Box<dyn ZeroFinder>,
 ) {
+    let _told = LaneThread(common);
     if let Err(error) = serve(state, gate, work, common, finder.as_mut())
         && !common.stop.load(Ordering::Relaxed)
     {
-        common.shared.events.post(Event::of_lane("the RDMA channel broke", &error));
+        common.lose_lane("the RDMA channel broke", &error);
     }
 }
 
@@ -433,10 +245,12 @@ fn serve(
         // Taking the state before letting go of the flag: `take_over` then waits for us.
         let mut state = lock(state);
         drop(taken_over);
-        if let Some(slice) = common.pacer.slice() {
-            batch.limit_payload(slice);
+        batch.limit_payload(common.piece());
+        let mut busy = state.step(common, Pace::Limited)?;
+        if let Some((reason, rounds)) = state.fallen.take() {
+            state.fall_back(common, &mut batch, reason, rounds, Pace::Limited)?;
         }
-        let mut busy = state.step(common, &mut batch, Pace::Limited)?;
+        state.send_left(common, &mut batch)?;
         match take_work(&mut state, work, common, &mut batch, finder)? {
             Some(took) => busy |= took,
             None => return Ok(()),
@@ -455,7 +269,7 @@ fn serve(
             rustix::thread::sched_yield();
             continue;
         }
-        wait(&mut state, gate, work)?;
+        wait(&mut state, gate, work, common)?;
     }
     Ok(())
 }
@@ -503,7 +317,7 @@ fn take_work(
 }
 
 /// Waits for work, for the device, for the destination or for the pace.
-fn wait(state: &mut State, gate: &Gate, work: &Receiver<Work>) -> io::Result<()> {
+fn wait(state: &mut State, gate: &Gate, work: &Receiver<Work>, common: &Common) -> io::Result<()> {
     gate.wake.lower();
     // What raised it before is looked at now.
     if *lock(&gate.taken_over) || (state.has_room() && !work.is_empty()) {
@@ -512,8 +326,7 @@ fn wait(state: &mut State, gate: &Gate, work: &Receiver<Work>) -> io::Result<()>
     let limit = if state.runs.is_empty() {
         WAIT_MAX
     } else {
-        let left = state.hold_until.since(monotonic_now());
-        if left.is_zero() { WAIT_MAX } else { left.min(WAIT_MAX) }
+        if is_turn(common, state.turn) { WAIT_MAX } else { TURN_MAX }
     };
     match &mut state.way {
         Way::Rdma(sender) => sender.wait(&gate.wake, limit),
