@@ -96,6 +96,8 @@ impl RdmaIntake {
     }
 
     pub(super) fn close(&self) {
+        // The thread may be waiting with the receiver in hand.
+        self.take_over();
         lock(&self.common.receiver).close();
     }
 
