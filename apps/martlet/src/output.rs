@@ -1,7 +1,6 @@
 //! How the end of a migration is shown. What became of the guest decides the exit status; that it
 //! could not be shown is said on standard error and changes nothing.
 
-use crate::cli::OutputArgs;
 use crate::failure::Failure;
 use crate::log::note;
 use crate::report_json::ReportJson;
@@ -11,7 +10,7 @@ use crate::view::timeline::Timeline;
 use serde::Serialize;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Writes to standard output. If that does not work it is said, once. A reader that is gone had
@@ -45,8 +44,8 @@ pub(crate) struct Picture {
 
 impl Picture {
     /// Opens it, if one was asked for. What stands at its path stays until it is drawn.
-    pub(crate) fn open(output: &OutputArgs) -> Result<Option<Picture>, Failure> {
-        let Some(path) = output.svg.clone() else { return Ok(None) };
+    pub(crate) fn open(path: Option<&Path>) -> Result<Option<Picture>, Failure> {
+        let Some(path) = path.map(Path::to_owned) else { return Ok(None) };
         let open = |is_new: bool| OpenOptions::new().write(true).create_new(is_new).open(&path);
         let opened = match open(true) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
@@ -69,7 +68,12 @@ impl Picture {
             || "switchover".to_owned(),
             |blackout| format!("switchover: {} without the guest", millis(blackout)),
         );
-        match self.write(&svg::render(&timeline, &title)) {
+        self.put(&svg::render(&timeline, &title));
+    }
+
+    /// Writes it. If that does not work, it is said.
+    pub(crate) fn put(&mut self, text: &str) {
+        match self.write(text) {
             Ok(()) => self.is_new = false,
             Err(error) => note(format_args!("cannot write {}: {error}", self.path.display())),
         }

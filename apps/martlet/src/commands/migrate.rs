@@ -27,7 +27,7 @@ pub(crate) fn run(args: &MigrateArgs, signals: Held) -> Result<(), Failure> {
 /// Migrates, and shows the report if there is one.
 fn show(args: &MigrateArgs, signals: Held) -> Result<(), Failure> {
     let interrupts = interrupts(signals)?;
-    let mut picture = Picture::open(&args.output)?;
+    let mut picture = Picture::open(args.output.svg.as_deref())?;
     let mut client = Client::connect(&args.control.path)?;
     let request = Request::of(args);
     let mut progress = MigrationProgress::new(Kind::suiting(args.output.json));

@@ -1,6 +1,6 @@
 //! `sim`: what no single host can show.
 
-use super::bench::show;
+use super::bench::{TableOutput, measure};
 use crate::cli::{SimCommand, SimDsaArgs};
 use crate::failure::Failure;
 use crate::view::number::{grouped, plural};
@@ -11,11 +11,11 @@ use martlet_shared_dsa::{Change, Options, Report, Row, changes, picture, scenari
 /// `martlet sim ...`.
 pub(crate) fn run(command: &SimCommand) -> Result<(), Failure> {
     match command {
-        SimCommand::Dsa(args) => dsa(args),
+        SimCommand::Dsa(args) => measure(&args.table, |output| dsa(args, output)),
     }
 }
 
-fn dsa(args: &SimDsaArgs) -> Result<(), Failure> {
+fn dsa(args: &SimDsaArgs, output: TableOutput) -> Result<(), Failure> {
     let policies =
         if args.policy.is_empty() { OffloadPolicy::ALL.to_vec() } else { args.policy.clone() };
     let options = Options {
@@ -30,14 +30,14 @@ fn dsa(args: &SimDsaArgs) -> Result<(), Failure> {
         return Err(Failure::Usage(problem));
     }
     let report = Report { scenarios: scenarios(), table: table(&options) };
-    let tables = if args.table.json {
+    let tables = if output.is_json() {
         Vec::new()
     } else {
         let mut tables = vec![changes_table(&changes())];
         tables.extend(host_tables(&report.table));
         tables
     };
-    show(&args.table, &tables, &report, || picture(&report.table))
+    output.show(&tables, &report, || picture(&report.table))
 }
 
 /// What the series measured, and what each change does.

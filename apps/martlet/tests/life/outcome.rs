@@ -3,8 +3,11 @@
 use crate::command::*;
 use serde_json::Value;
 use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Output, Stdio};
+use std::thread::JoinHandle;
 
 /// A standard output that takes nothing.
 fn full() -> Stdio {
@@ -99,4 +102,50 @@ fn json_is_one_object_on_every_path() {
     assert!(end["error"].as_str().is_some_and(|error| error.starts_with("no martlet at")), "{end}");
     let end = object(&martlet(&["demo", "--memory", "64M", "--program", "fill=1G", "--json"]), 2);
     assert_eq!(end["outcome"], "failed");
+    // No RDMA device has the loopback address.
+    let end = object(&martlet(&["bench", "rdma", "--rdma-provider", "ibv", "--json"]), 1);
+    assert!(end["error"].as_str().is_some_and(|error| !error.is_empty()), "{end}");
+    let svg = "/nonexistent/picture.svg";
+    for measure in [["bench", "vdpa"], ["bench", "zero-check"], ["bench", "rdma"], ["sim", "dsa"]] {
+        let end = object(&martlet(&[&measure[..], &["--json", "--svg", svg]].concat()), 2);
+        assert!(end["error"].as_str().is_some_and(|error| error.contains(svg)), "{end}");
+    }
+}
+
+#[test]
+fn a_measurement_is_made_though_its_picture_can_not_be_written() {
+    let one = ["--vms", "1", "--channels", "1", "--devices", "1", "--zero", "0"];
+    let arguments = [&["sim", "dsa", "--json", "--svg", "/dev/full"][..], &one].concat();
+    let output = martlet(&arguments);
+    assert!(object(&output, 0)["table"].is_array());
+    assert!(stderr(&output).contains("cannot write /dev/full"), "{}", stderr(&output));
+}
+
+/// Serves one client at `path` as QMP does until it asks for this, and then goes away.
+fn gone_when_asked_for(path: &str, last: &'static str) -> JoinHandle<()> {
+    let listener = UnixListener::bind(path).expect("a socket");
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a client");
+        stream.write_all(b"{\"QMP\": {}}\n").expect("a greeting");
+        let requests = BufReader::new(stream.try_clone().expect("the same socket")).lines();
+        for request in requests.map_while(Result::ok) {
+            if request.contains(last) {
+                return;
+            }
+            stream.write_all(b"{\"return\": {}}\n").expect("an answer");
+        }
+    })
+}
+
+#[test]
+fn a_resolve_that_gets_no_answer_knows_nothing() {
+    let folder = Folder::new();
+    for (n, verdict) in [&[][..], &["--run-here", "--confirmed"]].iter().enumerate() {
+        let path = folder.at(&format!("c{n}"));
+        let server = gone_when_asked_for(&path, "x-resolve");
+        let output = martlet(&[&["resolve", "--control", &path][..], verdict].concat());
+        assert_eq!(output.status.code(), Some(4), "{}", stderr(&output));
+        assert!(stderr(&output).contains("is not known here"), "{}", stderr(&output));
+        server.join().expect("it ends");
+    }
 }

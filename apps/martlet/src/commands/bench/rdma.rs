@@ -3,7 +3,7 @@
 
 mod measure;
 
-use super::show;
+use super::TableOutput;
 use crate::cli::BenchRdmaArgs;
 use crate::failure::Failure;
 use crate::view::table::Table;
@@ -69,7 +69,7 @@ fn tenth(value: f64) -> f64 {
 }
 
 /// `martlet bench rdma`.
-pub(crate) fn run(args: &BenchRdmaArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &BenchRdmaArgs, output: TableOutput) -> Result<(), Failure> {
     if args.serve {
         return measure::serve(args.rdma_provider, args.address);
     }
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &BenchRdmaArgs) -> Result<(), Failure> {
         },
     };
     let tables = [modelled(&series), real(&measured)];
-    show(&args.table, &tables, &json, || {
+    output.show(&tables, &json, || {
         let [mut all, real] = tables.clone();
         all.append(&real);
         all.svg()

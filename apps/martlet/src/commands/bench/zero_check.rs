@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 // UNSAFETY: fills and reads this process's own memory as guest memory is used.
 
-use super::show;
+use super::TableOutput;
 use crate::accelerator;
 use crate::cli::{BenchZeroCheckArgs, ZeroMethodArg};
 use crate::failure::Failure;
@@ -47,7 +47,7 @@ struct RowJson {
 }
 
 /// `martlet bench zero-check`.
-pub(crate) fn run(args: &BenchZeroCheckArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &BenchZeroCheckArgs, output: TableOutput) -> Result<(), Failure> {
     let pages = PageCount(CHUNKS * CHUNK_PAGES);
     let range = PageRange::try_new(Gfn(0), pages).expect("not empty");
     let ram = GuestRam::create(&[range]).map_err(|e| Failure::because("no memory", &e))?;
@@ -67,9 +67,7 @@ pub(crate) fn run(args: &BenchZeroCheckArgs) -> Result<(), Failure> {
     }
     let read_gib_s = round_to(gib_per_s(region, read), 100.0);
     let table = table(&rows, read_gib_s);
-    show(&args.table, std::slice::from_ref(&table), &ResultJson { read_gib_s, rows }, || {
-        table.svg()
-    })
+    output.show(std::slice::from_ref(&table), &ResultJson { read_gib_s, rows }, || table.svg())
 }
 
 struct Method {

@@ -71,7 +71,7 @@ fn run_chain(
     let interrupts = interrupts(signals)?;
     let program = vm::program(args.program.as_deref(), args.memory)?;
     vm::check_program(&program, args.memory, args.vcpus)?;
-    let mut picture = Picture::open(&args.output)?;
+    let mut picture = Picture::open(args.output.svg.as_deref())?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
     let threads_key = random_key().map_err(|e| Failure::because("random bytes", &e))?;
     let style = Style::of_stdout();

@@ -5,7 +5,7 @@
 mod downtime;
 mod rig;
 
-use super::show;
+use super::TableOutput;
 use crate::cli::BenchVdpaArgs;
 use crate::failure::Failure;
 use crate::report_json::{ms, round_to};
@@ -70,7 +70,7 @@ struct MkeyJson {
 }
 
 /// `martlet bench vdpa`.
-pub(crate) fn run(args: &BenchVdpaArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &BenchVdpaArgs, output: TableOutput) -> Result<(), Failure> {
     let memory = Memory::new(args.memory.0)?;
     let rows = switching(args, &memory)?;
     let keys = keys(&memory)?;
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &BenchVdpaArgs) -> Result<(), Failure> {
         mkey: keys,
         downtime_ms: downtime.json(),
     };
-    show(&args.table, &tables, &json, || picture(&tables))
+    output.show(&tables, &json, || picture(&tables))
 }
 
 /// Several tables, one below the other.
