@@ -39,11 +39,13 @@ const RUNS_MAX: u32 = 100_000;
 #[command(
     name = "martlet",
     version,
-    max_term_width = 100,
     after_help = "\
 Start here:
   martlet demo                 see a guest move between two processes of this host
-  martlet COMMAND --help       options and examples of a command"
+  martlet COMMAND --help       options and examples of a command
+
+Exit status: 0 it was done, 1 it was not, 2 the command line can't be meant, 3 called off by its
+owner, 4 undecided which side has the guest."
 )]
 pub(crate) struct Cli {
     /// What to log on stderr: error, warn, info, debug, trace, or a filter such as
@@ -118,7 +120,8 @@ Examples:
   martlet quit --control /run/vm.sock --force
 
 A migration that runs is cancelled first, and if it can't be any more, its end is waited for. While
-it is undecided where the guest runs, only --force ends the process.")]
+it is undecided where the guest runs, only --force ends the process; without it the exit status is
+4 then.")]
     Quit(QuitArgs),
     /// Settle a migration whose connection broke at the commit, by asking the destination.
     #[command(after_help = "\
@@ -129,7 +132,8 @@ Example:
 
 The guest stays stopped here until the destination has answered: either it runs there, or it
 never will and goes on here. The exit status is 0 if the guest moved, 1 if it is here, and 4 while
-that is undecided. With --run-here or --give-up it is 0 if that was done.")]
+that is undecided or nobody answers for it. With --run-here or --give-up it is 0 if that was done,
+and 3 if it was not confirmed.")]
     Resolve(ResolveArgs),
     /// Move a real guest between two processes of this host and show where the time went.
     #[command(after_help = "\
@@ -432,14 +436,14 @@ pub(crate) struct ResolveArgs {
     pub(crate) control: ControlArgs,
     /// If the destination does not answer, run the guest here again. Only for a destination that
     /// is gone for good: two copies of the guest run if it is not.
-    #[arg(long, conflicts_with = "give_up")]
+    #[arg(long, group = "verdict")]
     pub(crate) run_here: bool,
     /// If the destination does not answer, never run the guest here again. Only if it runs there,
     /// or if nobody needs it any more.
-    #[arg(long)]
+    #[arg(long, group = "verdict")]
     pub(crate) give_up: bool,
     /// Say that what --run-here or --give-up needs is true, instead of being asked.
-    #[arg(long)]
+    #[arg(long, requires = "verdict")]
     pub(crate) confirmed: bool,
 }
 

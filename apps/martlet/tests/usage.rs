@@ -29,6 +29,7 @@ fn usage_errors_are_one_line_and_status_2() {
     for (arguments, part) in [
         (&["--frobnicate"][..], "unexpected argument '--frobnicate'"),
         (&["resolve", "--control", "c", "--run-here", "--give-up"], "cannot be used with"),
+        (&["resolve", "--control", "c", "--confirmed"], "--run-here"),
         (&["migrate", "--control", "c", "tcp:h:1", "--then", "stop"], "--within <TIME>"),
         (&["migrate", "--control", "c", "tcp:h:1", "--within", "10"], "a time with its unit"),
         (&["migrate", "--control", "c", "tcp:h:1", "--within", "0s"], "less than 1ms"),

@@ -64,7 +64,11 @@ pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
 pub(crate) fn quit(args: &QuitArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.control.path)?;
     let before = super::follow::query(&mut client)?;
-    client.execute("quit", &json!({ "x-force": args.force }))?;
+    let answer = client.execute("quit", &json!({ "x-force": args.force }));
+    answer.map_err(|error| match error {
+        ClientError::Refused { desc } if before.status == "x-undecided" => Failure::Undecided(desc),
+        error => error.into(),
+    })?;
     let mut deadline = Instant::now() + QUIT_MAX;
     loop {
         match client.next_event(QUIT_LOOK_INTERVAL) {
@@ -117,7 +121,12 @@ pub(crate) fn resolve(args: &ResolveArgs) -> Result<(), Failure> {
             }
         }
     };
-    show(format_args!("{}\n", settled(verdict, &answer?)?));
+    let answer = answer.map_err(|error| match error {
+        ClientError::Refused { .. } => error.into(),
+        // It may have been settled all the same.
+        _ => Failure::Undecided(format!("{error}; what became of the guest is not known here")),
+    })?;
+    show(format_args!("{}\n", settled(verdict, &answer)?));
     Ok(())
 }
 
@@ -137,7 +146,7 @@ fn confirm(verdict: Verdict, confirmed: bool) -> Result<(), Failure> {
     if answer.trim() == "yes" {
         Ok(())
     } else {
-        Err(Failure::Failed("nothing was done".to_owned()))
+        Err(Failure::Cancelled("nothing was done".to_owned()))
     }
 }
 

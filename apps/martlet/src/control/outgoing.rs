@@ -168,7 +168,10 @@ impl Control {
         let resolved = match verdict {
             None => attempt.resolve(),
             Some(verdict) => {
-                crate::log::note(format_args!("an operator decides: {}", verdict.meaning()));
+                if attempt.progress().status == Status::Undecided {
+                    let meaning = verdict.meaning();
+                    crate::log::note(format_args!("an operator decides: {meaning}"));
+                }
                 attempt.override_undecided(verdict.into_override())
             }
         };
