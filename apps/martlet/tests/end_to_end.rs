@@ -264,6 +264,16 @@ fn the_demo_says_how_it_went() {
 }
 
 #[test]
+fn the_demo_moves_a_guest_that_is_larger_than_its_host() {
+    let told = std::fs::read_to_string("/proc/meminfo").expect("readable");
+    let kib = told.lines().find_map(|line| line.strip_prefix("MemTotal:")).expect("MemTotal");
+    let kib: u64 = kib.trim().trim_end_matches(" kB").parse().expect("a number");
+    let memory = format!("{}G", (kib >> 20) + 2);
+    let total = json(&martlet(&["demo", "--memory", &memory, "--program", PROGRAM, "--json"]));
+    assert_eq!(total["outcome"], "completed", "{total}");
+}
+
+#[test]
 fn the_demo_goes_by_rdma() {
     for more in [&[][..], &["--rdma-pin-all", "--rdma-chunk", "1M", "--rdma-qps", "2"]] {
         let mut arguments = vec!["demo", "--memory", "64M", "--program", PROGRAM];

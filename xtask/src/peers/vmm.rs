@@ -231,10 +231,11 @@ fn command(
         }
         Peer::Martlet(path) => {
             let mut command = Command::new(path);
+            let memory = format!("{}M", options.memory_mib);
             if side == "destination" {
-                command.args(["receive", "--listen", uri]);
+                command.args(["receive", "--listen", uri, "--memory-max", &memory]);
             } else {
-                command.args(["run", "--memory", &format!("{}M", options.memory_mib)]);
+                command.args(["run", "--memory", &memory]);
                 command.arg("--kernel").arg(kernel).args(["--cmdline", &line]);
             }
             command.arg("--control").arg(control);

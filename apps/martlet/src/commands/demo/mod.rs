@@ -174,6 +174,8 @@ impl Demo<'_> {
             }
         };
         process.arg("--listen", listen);
+        // What it does not touch takes nothing, so it may be larger than the host.
+        process.arg("--memory-max", self.args.memory.0.to_string());
         process.start(&self.interrupts)
     }
 

@@ -67,7 +67,10 @@ impl Attempt {
         let most = self.shared.options.memory_max;
         if bytes > most.0 {
             let bytes = ByteCount(bytes);
-            return Err(format!("the guest has {bytes} of memory, at most {most} are taken here"));
+            return Err(format!(
+                "the guest has {bytes} of memory, at most {most} are taken here: what the host \
+                 has, or the limit set with --memory-max"
+            ));
         }
         Ok(())
     }
