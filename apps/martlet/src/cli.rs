@@ -14,6 +14,7 @@ use crate::control::Verdict;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use martlet_engine::Then;
+use martlet_machine::VCPUS_MAX;
 use martlet_transport::{Address, Provider, RdmaOptions};
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
 use std::path::PathBuf;
@@ -210,11 +211,11 @@ impl FromStr for SerialArg {
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) control: ControlArgs,
-    /// Guest memory, e.g. 512M or 4G; a multiple of the page size.
+    /// Guest memory, 16M to 4T, e.g. 512M; a multiple of the page size.
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     pub(crate) memory: ByteCount,
-    /// Number of vCPUs.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
+    /// Number of vCPUs, 1 to 254.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<u16>(VCPUS_MAX.into()))]
     pub(crate) vcpus: u16,
     /// The built-in guest and its load: how much memory it fills and checks, its working set,
     /// and the pages it dirties a millisecond. Default: fill=512M,ws=64M,rate=4/ms, with not more
@@ -475,8 +476,8 @@ pub(crate) struct DemoArgs {
     /// Guest memory.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = memory)]
     pub(crate) memory: ByteCount,
-    /// Number of vCPUs.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = vcpus)]
+    /// Number of vCPUs, 1 to 254.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<u16>(VCPUS_MAX.into()))]
     pub(crate) vcpus: u16,
     /// The guest's load. Default: 512 MiB filled, but not more than half of the memory; in 64 MiB
     /// of it 4 pages rewritten a millisecond.
@@ -534,14 +535,6 @@ pub(crate) fn check_rdma_chunk(size: ByteCount) -> Result<(), String> {
         Ok(())
     } else {
         Err("an RDMA chunk is a power of two from 1M to 1G".to_owned())
-    }
-}
-
-fn vcpus(text: &str) -> Result<u16, String> {
-    match text.parse() {
-        Ok(0) => Err("a guest needs a vCPU".to_owned()),
-        Ok(count) => Ok(count),
-        Err(_) => Err("expected a number up to 65535".to_owned()),
     }
 }
 

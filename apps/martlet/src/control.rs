@@ -211,7 +211,7 @@ impl Control {
                         return;
                     }
                     GuestStatus::Ended(cause) => {
-                        crate::log::note(format_args!("the guest ended itself: {cause}"));
+                        crate::log::note(format_args!("the guest has ended: {cause}"));
                         if cause == EndCause::Reset {
                             control.events.send(&Event::Reset { guest: true });
                         }

@@ -36,8 +36,10 @@ pub enum EndCause {
 impl std::fmt::Display for EndCause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            EndCause::Reset => f.write_str("reset"),
-            EndCause::Shutdown => f.write_str("shutdown"),
+            EndCause::Reset => {
+                f.write_str("it asked to be reset, and what it boots from is not at this host")
+            }
+            EndCause::Shutdown => f.write_str("it shut itself down"),
             EndCause::Crash(reason) => f.write_str(reason),
         }
     }

@@ -34,7 +34,8 @@ The Debian packages are fetched by apt once and kept in target/metal. Where it c
 why and succeeds, or fails with --required. --only picks the steps whose name contains TEXT. With
 --json the last line is one object: lane, kernel, passed, failed, moves, figures.
 
-Needs qemu-system-x86_64 (Debian: qemu-system-x86), apt-get, dpkg-deb, tar and xz.";
+Needs qemu-system-x86_64 (Debian: qemu-system-x86), apt-get, dpkg-deb, Debian's archive keyring, tar
+and xz; kvm also taskset.";
 
 /// Why a lane did not pass.
 pub(crate) enum Obstacle {

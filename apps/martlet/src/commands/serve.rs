@@ -31,8 +31,9 @@ pub(crate) fn run(args: &RunArgs, signals: Held) -> Result<(), Failure> {
         guest.cont().map_err(Failure::Failed)?;
     }
     let info = guest.info();
+    let stands = if args.paused { "is paused" } else { "runs" };
     note(format_args!(
-        "the guest runs on {}; control socket {}",
+        "the guest {stands} on {}; control socket {}",
         info.accel,
         args.control.path.display()
     ));

@@ -505,7 +505,10 @@ fn a_guest_that_ends_itself_during_its_migration_is_not_cancelled() {
     wire.run("migrate", &json!({"uri": "unix:/x"}));
     *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Shutdown);
     assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Guest(EndCause::Shutdown));
-    assert_eq!(*guest.last_attempt().asked.lock().unwrap(), ["the guest has ended: shutdown"]);
+    assert_eq!(
+        *guest.last_attempt().asked.lock().unwrap(),
+        ["the guest has ended: it shut itself down"]
+    );
 }
 
 #[test]
