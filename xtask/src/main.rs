@@ -32,6 +32,10 @@ fn main() -> ExitCode {
         ["clippy"] => clippy(),
         ["layers"] => layers::check(),
         ["tidy"] => tidy::check(&root()),
+        ["--help"] => {
+            println!("{USAGE}");
+            Ok(())
+        }
         ["peers", "--help"] => {
             println!("{}", peers::USAGE);
             Ok(())

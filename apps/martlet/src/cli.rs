@@ -124,7 +124,7 @@ A migration that runs is cancelled first, and if it can't be any more, its end i
 it is undecided where the guest runs, only --force ends the process; without it the exit status is
 4 then.")]
     Quit(QuitArgs),
-    /// Settle a migration whose connection broke at the commit, by asking the destination.
+    /// Settle a migration of which the commit was sent and no answer came, by asking the destination.
     #[command(after_help = "\
 Example:
   martlet resolve --control /run/vm.sock
@@ -132,7 +132,7 @@ Example:
   martlet resolve --control /run/vm.sock --run-here      the destination's host is gone for good
 
 The guest stays stopped here until the destination has answered: either it runs there, or it
-never will and goes on here. The exit status is 0 if the guest moved, 1 if it is here, and 4 while
+never will and goes on here. It is asked again and again; this asks at once. The exit status is 0 if the guest moved, 1 if it is here, and 4 while
 that is undecided or nobody answers for it. With --run-here or --give-up it is 0 if that was done,
 and 3 if it was not confirmed.")]
     Resolve(ResolveArgs),

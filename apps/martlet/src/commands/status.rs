@@ -65,7 +65,7 @@ fn meaning(status: &str, migration: &Snapshot) -> &'static str {
         }
         ("postmigrate", _) => "the guest has moved away and will not run here again",
         ("finish-migrate", "x-undecided") => {
-            "stopped: the connection broke at the commit; `martlet resolve` asks the destination"
+            "stopped until the destination says who has the guest: see `martlet resolve --help`"
         }
         ("finish-migrate", _) => "in the switchover",
         ("shutdown", _) => "the guest has ended itself",

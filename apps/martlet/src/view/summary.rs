@@ -40,7 +40,8 @@ pub(crate) fn headline(report: &ReportJson, style: Style) -> String {
         OutcomeJson::Undecided => {
             let line = failed("undecided", report, &total, style);
             format!(
-                "{line}\nthe guest stays stopped until `martlet resolve` has asked the destination"
+                "{line}\nthe guest stays stopped here until the destination has said what became of it; \
+                 `martlet resolve` asks at once, and has a way out if it is gone"
             )
         }
     }
