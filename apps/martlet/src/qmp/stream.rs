@@ -89,6 +89,9 @@ impl<R: BufRead> ValueReader<R> {
 
 /// Where `byte` leads, whether it is used up, and whether the value ends with (or before) it.
 fn step(place: Place, byte: u8) -> (Place, bool, bool) {
+    if is_in_no_value(byte) {
+        return (Place::Between, true, true);
+    }
     match place {
         Place::Between => match byte {
             b' ' | b'\t' | b'\r' | b'\n' => (Place::Between, true, false),
@@ -112,7 +115,7 @@ fn step(place: Place, byte: u8) -> (Place, bool, bool) {
             b'"' => (Place::Nested(depth), true, false),
             // No string has one of these: what was begun is broken, and the next value is looked
             // for from here.
-            0..=0x1f => (Place::Between, true, true),
+            b'\t' | b'\r' | b'\n' => (Place::Between, true, true),
             _ => (place, true, false),
         },
         Place::Junk => match byte {
@@ -121,6 +124,12 @@ fn step(place: Place, byte: u8) -> (Place, bool, bool) {
             _ => (Place::Junk, true, false),
         },
     }
+}
+
+/// A client that does not know what it has sent sends such a byte, and waits for the error that it
+/// gives (qmp-spec, "Forcing the JSON parser into known-good state").
+fn is_in_no_value(byte: u8) -> bool {
+    matches!(byte, 0..=0x1f | 0xff) && !matches!(byte, b'\t' | b'\r' | b'\n')
 }
 
 #[cfg(test)]
@@ -155,6 +164,20 @@ mod tests {
         assert_eq!(values(b"}{}", 1), ["}", "{}"]);
         assert_eq!(values(b"{\"cut\n{}", 64), ["{\"cut\n", "{}"]);
         assert_eq!(values(b"{\"half\":", 64), [""; 0], "an unfinished value is dropped");
+    }
+
+    #[test]
+    fn a_byte_that_is_in_no_value_ends_whatever_was_begun() {
+        for broken in ["{\"half\": [", "{\"text", "\"", "[\"\\", "junk", ""] {
+            for byte in [0x01, 0x1b, 0xff] {
+                let mut text = [broken.as_bytes(), &[byte]].concat();
+                // The client waits for the error before it goes on.
+                let ended = String::from_utf8_lossy(&text).into_owned();
+                assert_eq!(values(&text, 64), [ended.as_str()], "{broken} {byte:#x}");
+                text.extend(b"{}");
+                assert_eq!(values(&text, 1), [ended.as_str(), "{}"], "{broken} {byte:#x}");
+            }
+        }
     }
 
     #[test]
