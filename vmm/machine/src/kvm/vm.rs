@@ -71,6 +71,10 @@ impl KvmCore {
     }
 }
 
+/// The modes in which a channel of the interval timer repeats (Intel 8254).
+const PIT_RATE: u8 = 2;
+const PIT_SQUARE_WAVE: u8 = 3;
+
 /// A reading of kvmclock that takes longer may be off by more than a clock should.
 const CLOCK_READING: Duration = Duration::from_micros(20);
 /// Then it is read again, up to this often.
@@ -184,6 +188,16 @@ impl KvmVm {
         kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit))
     }
 
+    /// Forgets ticks that the timer of a guest that was here gathered while the guest stood: KVM
+    /// counts those that are not served yet, without a bound, and would give it all of them at once
+    /// (arch/x86/kvm/i8254.c, pit_timer_fn). Loading a timer anew does it, and begins a period.
+    fn drop_ticks(&self) -> Result<(), BackendError> {
+        let pit = kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?;
+        // One that does not repeat has one tick to give, which is due.
+        let is_periodic = matches!(pit.channels[0].mode, PIT_RATE | PIT_SQUARE_WAVE);
+        if is_periodic { kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit)) } else { Ok(()) }
+    }
+
     /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
     fn set_clock(
         &self,
@@ -254,9 +268,12 @@ impl VmBackend for KvmVm {
     }
 
     fn begin_run(&self) {
-        let Some(pit) = lock(&self.held).take() else { return };
+        let set_going = match lock(&self.held).take() {
+            Some(pit) => self.set_pit(&pit),
+            None => self.drop_ticks(),
+        };
         // KVM takes any state of a timer that it has (arch/x86/kvm/x86.c, kvm_vm_ioctl_set_pit2).
-        if let Err(error) = self.set_pit(&pit) {
+        if let Err(error) = set_going {
             tracing::error!(%error, "the guest's interval timer stands still");
         }
     }

@@ -145,3 +145,46 @@ fn the_apic_timer_keeps_its_time_across_moves() {
 fn the_tsc_deadline_keeps_its_time_across_moves() {
     keeps_time(Timer::TscDeadline);
 }
+
+/// How long a guest stands that then goes on where it was.
+const STANDS: Duration = Duration::from_secs(2);
+
+/// Lets a guest stand that is driven by the interval timer, and asserts that the ticks of that time
+/// do not come when it goes on.
+fn stands(name: &str, stand: impl Fn(&Machine)) {
+    if !has_kvm() {
+        return;
+    }
+    let rate = RATES[0];
+    let kernel = Scratch::new(name, &pvh(&guests::timers(0, PIT_HZ / rate)));
+    let machine = running(&boots(kernel.path(), 16));
+    let ticks = || word(&machine, TICKS);
+    wait_for("ticks", || ticks() > 3);
+    let (begin, first) = (Instant::now(), ticks());
+    stand(&machine);
+    let stood = begin.elapsed();
+    wait_for("ticks", || ticks() > first + rate);
+    let (came, ran) = (ticks() - first, begin.elapsed() - STANDS);
+    let most = ran.as_secs_f64() * f64::from(rate) * 1.01 + 3.0;
+    eprintln!("{came} ticks in {ran:.2?} that it ran, {stood:.2?} until it went on");
+    assert!(f64::from(came) <= most, "{came} ticks in {ran:.2?}: at most {most:.0} are due");
+}
+
+#[test]
+fn ticks_of_a_pause_do_not_come_later() {
+    stands("paused", |machine| {
+        machine.pause_by_owner().unwrap();
+        std::thread::sleep(STANDS);
+        machine.continue_by_owner().unwrap();
+    });
+}
+
+#[test]
+fn ticks_of_a_switchover_that_failed_do_not_come_later() {
+    stands("stayed", |machine| {
+        machine.begin_pause();
+        let paused = machine.wait_paused().unwrap();
+        std::thread::sleep(STANDS);
+        machine.resume(paused.permit, paused.was);
+    });
+}
