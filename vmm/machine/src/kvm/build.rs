@@ -90,7 +90,7 @@ pub(crate) fn build(
     let (tsc_khz, tsc_is_scaled) = set_tsc_rate(&core.fd, &fds, wanted_khz)?;
     let fd_has = |cap: u32| core.fd.check_extension_raw(cap.into()) > 0;
     let common = Arc::new(VcpuCommon {
-        ram: Arc::clone(memory.ram()),
+        memory: Arc::clone(memory),
         msrs: MsrTable::learn(&kvm_fd, first)?,
         xsave: XsaveSize::from_capability(core.fd.check_extension_raw(KVM_CAP_XSAVE2.into())),
         has_sregs2: fd_has(KVM_CAP_SREGS2),

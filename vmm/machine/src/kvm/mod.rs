@@ -14,6 +14,7 @@ mod tests;
 mod tsc;
 mod vcpu;
 mod vm;
+mod walk;
 mod warm;
 
 pub(crate) use build::{BuildOptions, build, is_usable};

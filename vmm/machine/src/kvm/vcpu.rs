@@ -6,9 +6,10 @@ use super::raw::{self, MmioAccess, RunArea, XsaveSize};
 use super::saved::{SavedNumbered, SavedVcpu, decode, encode};
 use super::tsc::TscPlan;
 use super::warm::{self, BLOCK_BYTES, WarmVcpu};
-use super::{rehearsal, start, state};
+use super::{rehearsal, start, state, walk};
 use crate::clock;
 use crate::dirty::RingShare;
+use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO,
@@ -16,8 +17,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 use martlet_engine::LoadFor;
-use martlet_ram::GuestRam;
-use martlet_units::{Gpa, PAGE_SIZE};
+use martlet_units::{Gpa, Instant, PAGE_SIZE};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -25,9 +25,13 @@ use std::time::Duration;
 /// Exits for nothing of interest before the one that ends a run of our own code.
 const OWN_EXITS_MAX: u32 = 1000;
 
+/// A guest that stood for longer is told so, or its watchdogs take the time for one in which it
+/// hung (Documentation/virt/kvm/api.rst, KVM_KVMCLOCK_CTRL). They wait for ten seconds and more.
+const STOOD: Duration = Duration::from_secs(1);
+
 /// What the vCPUs of a VM have in common.
 pub(super) struct VcpuCommon {
-    pub(super) ram: Arc<GuestRam>,
+    pub(super) memory: Arc<GuestMemory>,
     pub(super) msrs: MsrTable,
     pub(super) xsave: XsaveSize,
     pub(super) has_sregs2: bool,
@@ -46,7 +50,8 @@ impl VcpuCommon {
     /// Whether all of this is guest memory.
     fn is_ram(&self, gpa: u64, bytes: u64) -> bool {
         let (first, last) = (Gpa(gpa).to_gfn(), Gpa(gpa + bytes - 1).to_gfn());
-        match (self.ram.find(first), self.ram.find(last)) {
+        let ram = self.memory.ram();
+        match (ram.find(first), ram.find(last)) {
             (Some((a, page)), Some((b, last))) => a == b && last - page == bytes / PAGE_SIZE - 1,
             _ => false,
         }
@@ -90,6 +95,8 @@ pub(super) struct KvmVcpu {
     loaded: Option<SavedVcpu>,
     /// What of it makes KVM write guest memory; until the guest runs.
     held: Vec<SavedNumbered>,
+    /// When the guest was left for an order; until it runs again.
+    left: Option<Instant>,
     fd: VcpuFd,
 }
 
@@ -113,6 +120,7 @@ impl KvmVcpu {
             is_io_pending: false,
             loaded: None,
             held: Vec::new(),
+            left: None,
             fd,
         })
     }
@@ -144,7 +152,8 @@ impl KvmVcpu {
 
     /// Fails if the guest touched poisoned memory: KVM tells by a signal, and would again.
     fn check_poison(&self) -> Result<(), BackendError> {
-        match martlet_raw_memory::take_poisoned().and_then(|at| self.common.ram.lost_at(at)) {
+        let ram = self.common.memory.ram();
+        match martlet_raw_memory::take_poisoned().and_then(|at| ram.lost_at(at)) {
             None => Ok(()),
             Some(page) => Err(BackendError::Host { operation: "KVM_RUN", source: page.into() }),
         }
@@ -189,8 +198,8 @@ impl KvmVcpu {
     /// Blocks of guest memory that the vCPU needs first: its code, its stack.
     fn first_blocks(&self, saved: &SavedVcpu) -> Vec<u64> {
         let block = |linear| {
-            let translated = self.fd.translate_gva(linear).ok().filter(|t| t.valid != 0)?;
-            let block = translated.physical_address / BLOCK_BYTES * BLOCK_BYTES;
+            let gpa = walk::translate(&self.common.memory, &saved.sregs, linear)?;
+            let block = gpa / BLOCK_BYTES * BLOCK_BYTES;
             self.common.is_ram(block, BLOCK_BYTES).then_some(block)
         };
         [saved.regs.rip, saved.regs.rsp].into_iter().filter_map(block).collect()
@@ -278,6 +287,11 @@ impl VcpuBackend for KvmVcpu {
     }
 
     fn run(&mut self) -> Result<Exit<'_>, BackendError> {
+        let left = self.left.take();
+        if left.is_some_and(|left| clock::now().since(left) > STOOD) {
+            // An error means that the guest has no such clock.
+            let _ = self.fd.kvmclock_ctrl();
+        }
         if !self.held.is_empty() {
             state::release(&self.fd, &self.common, &std::mem::take(&mut self.held))?;
         }
@@ -285,6 +299,7 @@ impl VcpuBackend for KvmVcpu {
     }
 
     fn finish_io(&mut self) -> Result<Exit<'_>, BackendError> {
+        self.left.get_or_insert_with(clock::now);
         if !self.is_io_pending {
             return Ok(Exit::Interrupted);
         }

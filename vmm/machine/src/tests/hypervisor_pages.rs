@@ -126,3 +126,60 @@ fn system_time(machine: &Machine) -> [u8; 32] {
     assert!(machine.memory.read(Gpa(0x20_1000), &mut bytes));
     bytes
 }
+
+/// What a rehearsal looks up may be out of date: a page that was a table once, and holds data by now.
+#[test]
+fn a_rehearsal_writes_into_no_page_table() {
+    /// Of `guests/timers.s`: its count, and its page tables.
+    const TICKS: Gpa = Gpa(0x8000);
+    const TABLES: std::ops::Range<u64> = 0xa000..0xe000;
+    const PRESENT: u64 = 1;
+    const ACCESSED: u64 = 1 << 5;
+    if !has_kvm() {
+        return;
+    }
+    let kernel = Scratch::new("tables", &pvh(&guests::timers(0, 11_932)));
+    let source = running(&boots(kernel.path(), 16));
+    wait_for("a tick", || word(&source, TICKS) > 0);
+    let factory = Factory::new(FactoryConfig::default()).unwrap();
+    let target = destination(&factory, &source);
+    let memory = GuestMemory::new(target.ram());
+    let state = source.rehearse().unwrap().state;
+    moving::copy_ram(&source, &target.ram());
+    let mut entry = [0; 8];
+    for at in TABLES.step_by(entry.len()).map(Gpa) {
+        assert!(memory.read(at, &mut entry));
+        let bits = u64::from_le_bytes(entry);
+        if bits & PRESENT != 0 {
+            assert!(memory.write(at, &(bits & !ACCESSED).to_le_bytes()));
+        }
+    }
+    let before = target.ram().digest().unwrap();
+    target.load_state(&state, LoadFor::Rehearsal).unwrap();
+    assert_eq!(target.ram().digest().unwrap(), before);
+}
+
+/// Its flags (Documentation/virt/kvm/x86/msr.rst, MSR_KVM_SYSTEM_TIME_NEW): bit 1 says that the
+/// guest was stopped.
+fn is_told_of_a_stop(machine: &Machine) -> bool {
+    system_time(machine)[29] & 1 << 1 != 0
+}
+
+#[test]
+fn a_guest_that_stood_for_long_is_told_so() {
+    if !has_kvm() {
+        return;
+    }
+    let kernel = Scratch::new("stood", &pvh(&guests::pages()));
+    let machine = running(&boots(kernel.path(), 16));
+    wait_round(&machine);
+    if word(&machine, FEATURES) >> 3 & 1 == 0 {
+        eprintln!("skipped: KVM offers no clock");
+        return;
+    }
+    assert!(!is_told_of_a_stop(&machine));
+    machine.pause_by_owner().unwrap();
+    std::thread::sleep(Duration::from_millis(1200));
+    machine.continue_by_owner().unwrap();
+    wait_for("the guest to be told", || is_told_of_a_stop(&machine));
+}
