@@ -134,17 +134,17 @@ pub(super) struct SavedEvents {
     #[n(9)]
     nmi_injected: u8,
     #[n(10)]
-    nmi_pending: u8,
+    pub(super) nmi_pending: u8,
     #[n(11)]
     nmi_masked: u8,
     #[n(12)]
     sipi_vector: u32,
     #[n(13)]
-    flags: u32,
+    pub(super) flags: u32,
     #[n(14)]
     smi_smm: u8,
     #[n(15)]
-    smi_pending: u8,
+    pub(super) smi_pending: u8,
     #[n(16)]
     smi_inside_nmi: u8,
     #[n(17)]

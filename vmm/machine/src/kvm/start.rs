@@ -3,7 +3,9 @@
 use super::saved::SavedSregs;
 use crate::vcpu::backend::{BackendError, Level3Tables, Start};
 use kvm_bindings::{
-    KVM_MP_STATE_RUNNABLE, kvm_fpu, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events,
+    KVM_MP_STATE_RUNNABLE, KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW,
+    KVM_VCPUEVENT_VALID_SMM, kvm_fpu, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
+    kvm_vcpu_events,
 };
 use kvm_ioctls::VcpuFd;
 use std::io;
@@ -72,9 +74,13 @@ pub(super) fn apply(fd: &VcpuFd, start: &Start) -> Result<(), BackendError> {
     kvm("KVM_SET_REGS", fd.set_regs(&regs))
 }
 
-/// Forgets events that were loaded: an interrupt or exception that was under way.
+/// Forgets events that were loaded: an interrupt or exception that was under way, and what the
+/// vCPU would meet at its next entry. KVM writes its registers to memory for one of those.
 pub(super) fn clear_events(fd: &VcpuFd) -> Result<(), BackendError> {
-    kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&kvm_vcpu_events::default()))
+    let flags =
+        KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
+    let none = kvm_vcpu_events { flags, ..Default::default() };
+    kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&none))
 }
 
 /// Gives a vCPU that is at a [`Start::Level3`] the paging mode of a saved one, if that pages in the

@@ -4,8 +4,9 @@
 use super::saved::{SavedVcpu, SavedVm, decode, encode};
 use crate::clock;
 use crate::saved::SavedMachine;
-use crate::tests::{destination, has_kvm, program, running};
+use crate::tests::{destination, has_kvm, moving, program, running};
 use crate::{Factory, FactoryConfig};
+use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SMM};
 use martlet_engine::{LoadFor, RunState, SourceVmm};
 use martlet_units::{ClockOffset, Instant};
 use std::time::Duration;
@@ -156,4 +157,43 @@ fn a_guests_clocks_stand_while_it_stands_for_an_unknown_time() {
     assert!(stood(steps.kvmclock), "{} ns", steps.kvmclock);
     // A KVM without hardware beneath it may give the guest the host's counter.
     assert!(stood(steps.tsc) || steps.tsc_is_the_hosts, "{} ns", steps.tsc);
+}
+
+/// Loads a rehearsal's state that was changed on the way; memory is afterwards as it was.
+fn rehearse_with(change: impl Fn(&mut SavedVcpu)) {
+    if !has_kvm() {
+        return;
+    }
+    let source = running(&program("fill=1M,ws=1M,rate=1/ms,tick=100us", 16, 1));
+    let target = destination(&Factory::new(FactoryConfig::default()).unwrap(), &source);
+    let state = source.rehearse().unwrap().state;
+    moving::copy_ram(&source, &target.ram());
+    let before = target.ram().digest().unwrap();
+    let loaded =
+        target.load_state(&changed(&state, |_, vcpu| change(vcpu)), LoadFor::Rehearsal).map(drop);
+    eprintln!("{loaded:?}");
+    assert_eq!(target.ram().digest().unwrap(), before);
+    target.load_state(&state, LoadFor::Rehearsal).expect("the machine still takes a good state");
+}
+
+/// KVM writes the registers to memory when a vCPU enters its system management mode.
+#[test]
+fn what_is_pending_in_a_rehearsal_waits_for_the_guest() {
+    rehearse_with(|vcpu| {
+        vcpu.events.flags |= KVM_VCPUEVENT_VALID_SMM;
+        vcpu.events.smi_pending = 1;
+    });
+    rehearse_with(|vcpu| {
+        vcpu.events.flags |= KVM_VCPUEVENT_VALID_NMI_PENDING;
+        vcpu.events.nmi_pending = 1;
+    });
+}
+
+#[test]
+fn a_guest_at_the_end_of_all_addresses_is_rehearsed() {
+    rehearse_with(|vcpu| {
+        (vcpu.sregs.cr0, vcpu.sregs.cr4, vcpu.sregs.efer) = (1 << 4, 0, 0);
+        vcpu.sregs.cs.l = 0;
+        vcpu.regs.rip = u64::MAX - 15;
+    });
 }

@@ -49,9 +49,9 @@ pub(super) struct VcpuCommon {
 impl VcpuCommon {
     /// Whether all of this is guest memory.
     fn is_ram(&self, gpa: u64, bytes: u64) -> bool {
-        let (first, last) = (Gpa(gpa).to_gfn(), Gpa(gpa + bytes - 1).to_gfn());
+        let Some(last) = gpa.checked_add(bytes - 1) else { return false };
         let ram = self.memory.ram();
-        match (ram.find(first), ram.find(last)) {
+        match (ram.find(Gpa(gpa).to_gfn()), ram.find(Gpa(last).to_gfn())) {
             (Some((a, page)), Some((b, last))) => a == b && last - page == bytes / PAGE_SIZE - 1,
             _ => false,
         }

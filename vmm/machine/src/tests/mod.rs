@@ -7,7 +7,7 @@ mod hypervisor_pages;
 mod kernels;
 pub(crate) mod loopback;
 mod lost;
-mod moving;
+pub(crate) mod moving;
 mod nics;
 mod resets;
 mod stopping;

@@ -30,7 +30,7 @@ pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine>
     factory.machine().expect("it arrived")
 }
 
-pub(super) fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
+pub(crate) fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
     let memory = crate::memory::GuestMemory::new(Arc::clone(target));
     let mut page = [0; PAGE_BYTES];
     for region in source.guest_ram().regions() {
