@@ -65,6 +65,12 @@ pub(crate) enum BackendError {
         /// What is wrong with it, with the values concerned.
         reason: String,
     },
+    /// A panic, whose place the log has.
+    #[error("a defect of martlet: {what}")]
+    Defect {
+        /// What it panicked with.
+        what: String,
+    },
     /// This host can't run what is described.
     #[error("{reason}")]
     Unsupported {

@@ -8,6 +8,7 @@ use crate::clock;
 use crate::devices::Effect;
 use martlet_engine::LoadFor;
 use martlet_units::Instant;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -70,8 +71,9 @@ impl VcpuThread {
             if self.throttle_is_due() {
                 continue;
             }
-            let effect = match self.backend.run() {
-                Ok(exit) => serve(&self.shared, exit),
+            let ran = guarded(|| Ok(serve(&self.shared, self.backend.run()?)));
+            let effect = match ran {
+                Ok(effect) => effect,
                 Err(error) => Effect::End(self.crash(&error)),
             };
             match effect {
@@ -86,7 +88,7 @@ impl VcpuThread {
     }
 
     fn leave(&mut self) {
-        let finished = self.finish_io();
+        let finished = guarded(|| self.finish_io());
         self.shared.out.arrive();
         if let Err(error) = finished {
             self.shared.end(self.crash(&error));
@@ -94,14 +96,14 @@ impl VcpuThread {
     }
 
     fn leave_and_save(&mut self) {
-        let finished = self.finish_io();
+        let finished = guarded(|| self.finish_io());
         self.shared.out.arrive();
         if self.order.then() == Then::Stay {
             // Until all are out, one may send another an interrupt, which that one's state must
             // have. A rehearsal's is never run.
             self.shared.out.wait();
         }
-        let saved = finished.and_then(|()| self.backend.save());
+        let saved = finished.and_then(|()| guarded(|| self.backend.save()));
         self.exchange(|exchange| exchange.saved = Some(saved));
         self.shared.done.arrive();
     }
@@ -125,7 +127,7 @@ impl VcpuThread {
         let mut input = None;
         self.exchange(|exchange| input = exchange.input.take());
         let (state, what_for) = input.expect("a state lies there before the order to load it");
-        let loaded = self.load_and_try(&state, what_for);
+        let loaded = guarded(|| self.load_and_try(&state, what_for));
         self.exchange(|exchange| exchange.loaded = Some(loaded));
         self.shared.done.arrive();
     }
@@ -156,6 +158,15 @@ impl VcpuThread {
         self.running_since = None;
         true
     }
+}
+
+/// Makes a panic an error: whoever gave the order waits for this thread, with the machine's lock.
+fn guarded<T>(work: impl FnOnce() -> Result<T, BackendError>) -> Result<T, BackendError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        Err(BackendError::Defect { what: text.unwrap_or("a panic without words").to_owned() })
+    })
 }
 
 /// How long to sleep after running for `ran`, so that the guest loses `percent` of its time. A
