@@ -53,6 +53,7 @@ pub struct FakeVmm {
     pub hold_resume: AtomicBool,
     pub fail_save: AtomicBool,
     pub panic_in_state: AtomicBool,
+    pub panic_in_description: AtomicBool,
     /// Writes all its pages in the moment before it stops.
     pub dirty_at_stop: AtomicBool,
     /// Set by the stop.
@@ -107,6 +108,7 @@ impl FakeVmm {
             hold_resume: AtomicBool::new(false),
             fail_save: AtomicBool::new(false),
             panic_in_state: AtomicBool::new(false),
+            panic_in_description: AtomicBool::new(false),
             dirty_at_stop: AtomicBool::new(false),
             at_stop: Mutex::new(None),
             slow_state: AtomicBool::new(false),
@@ -307,6 +309,7 @@ impl DirtySource for Tracker {
 
 impl SourceVmm for FakeVmm {
     fn machine_description(&self) -> Vec<u8> {
+        assert!(!self.panic_in_description.load(Ordering::SeqCst), "asked to panic");
         b"fake".to_vec()
     }
 
@@ -365,8 +368,16 @@ impl SourceVmm for FakeVmm {
             stopped.store(true, Ordering::SeqCst);
         }
         if self.dirty_at_stop.load(Ordering::SeqCst) {
-            for (_, bitmap) in self.dirty.iter() {
+            for (region, bitmap) in self.dirty.iter() {
                 bitmap.set_range(0..PAGES / 4);
+                let memory = self.ram.region(region).unwrap();
+                for page in 0..PAGES / 4 {
+                    // Not zero, however few of them the guest has come to: word 2 is nobody's.
+                    // SAFETY: an aligned word of a page of the region, which the machine keeps.
+                    let word = unsafe { memory.host_ptr(page).cast::<u64>().add(2) };
+                    // SAFETY: the same.
+                    unsafe { AtomicU64::from_ptr(word).store(1, Ordering::SeqCst) };
+                }
             }
         }
         let mut core = self.core.lock().unwrap();
@@ -475,6 +486,52 @@ pub struct FakeFactory {
     /// Builds that have begun.
     pub builds: AtomicU64,
     pub hold_resume: AtomicBool,
+    /// What was built takes as long to be dropped.
+    pub hold_drop: Arc<AtomicBool>,
+}
+
+/// A machine whose end takes its time, as that of a large memory does.
+struct Large {
+    vmm: Arc<FakeVmm>,
+    hold_drop: Arc<AtomicBool>,
+}
+
+impl Drop for Large {
+    fn drop(&mut self) {
+        while self.hold_drop.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl DestinationVmm for Large {
+    fn ram(&self) -> Arc<GuestRam> {
+        DestinationVmm::ram(&*self.vmm)
+    }
+
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError> {
+        self.vmm.load_state(state, what_for)
+    }
+
+    fn arm(&self, limit: Duration) {
+        self.vmm.arm(limit);
+    }
+
+    fn start(&self, permit: RunPermit, state: RunState) {
+        self.vmm.start(permit, state);
+    }
+
+    fn resume_devices(&self) -> Result<(), VmmError> {
+        self.vmm.resume_devices()
+    }
+
+    fn first_frames(&self) -> Vec<Option<Instant>> {
+        self.vmm.first_frames()
+    }
+
+    fn first_heartbeat(&self) -> Option<Instant> {
+        self.vmm.first_heartbeat()
+    }
 }
 
 impl DestinationFactory for FakeFactory {
@@ -505,6 +562,6 @@ impl DestinationFactory for FakeFactory {
         let lose = self.lose.lock().unwrap().take();
         *self.lost.lock().unwrap() = lose.map(|page| Spoiled::new(&vmm.ram, RegionIndex(0), page));
         *self.last.lock().unwrap() = Some(Arc::clone(&vmm));
-        Ok(vmm)
+        Ok(Arc::new(Large { vmm, hold_drop: Arc::clone(&self.hold_drop) }))
     }
 }
