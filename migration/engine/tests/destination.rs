@@ -65,6 +65,29 @@ fn a_panic_ends_the_attempt_and_nothing_else() {
     moves_now(&source, &receiver, &factory);
 }
 
+/// The source hears why before its guest's memory here is dropped, which takes the host seconds if
+/// that is large: it does not wait, and nobody is left in doubt.
+#[test]
+fn a_refusal_does_not_wait_for_the_memory_to_be_dropped() {
+    for panics in [false, true] {
+        let (receiver, factory) = receiver();
+        let source = FakeVmm::booted();
+        let flag = if panics { &factory.panic_load } else { &factory.fail_load };
+        flag.store(true, Ordering::SeqCst);
+        factory.hold_drop.store(true, Ordering::SeqCst);
+        let report = migrate(&source, &receiver);
+        assert_eq!(report.outcome, Outcome::Failed);
+        let error = report.error.unwrap();
+        let why = if panics { "a test wants it" } else { "load" };
+        assert!(error.contains(why), "{error}");
+        assert_eq!(receiver.status(), ReceiveStatus::Active, "it is being dropped");
+        flag.store(false, Ordering::SeqCst);
+        factory.hold_drop.store(false, Ordering::SeqCst);
+        last_error(&receiver);
+        moves_now(&source, &receiver, &factory);
+    }
+}
+
 #[test]
 fn a_panic_behind_the_start_takes_no_guest_away() {
     let (receiver, factory) = receiver();

@@ -152,6 +152,11 @@ impl Attempt {
     /// Performs everything that is due, and sends what came of it.
     fn settle(&mut self) {
         self.act();
+        self.speak();
+    }
+
+    /// Sends what was queued, as far as there is room, and then shows what is decided.
+    fn speak(&mut self) {
         if let Err(error) = self.control.flush() {
             // What the source said before it went comes first: it may be the commit.
             self.read_control();
@@ -222,7 +227,12 @@ impl Attempt {
             DestinationAction::Arm => self.arm(),
             DestinationAction::ComputeDigest => self.digest(),
             DestinationAction::Start { permit, running } => self.start(permit, running),
-            DestinationAction::Discard => self.discard(),
+            DestinationAction::Discard => {
+                // The source hears of it first: its guest may stand, and to drop a large memory
+                // takes the host seconds.
+                self.speak();
+                self.discard();
+            }
             DestinationAction::Finish(outcome) => self.outcome = Some(outcome),
         }
     }
@@ -403,6 +413,7 @@ impl Attempt {
         let arrived = self.machine.has_made_permit();
         if !arrived {
             self.control.queue(&Control::Abandon(Abandon::because(&reason)));
+            drop(self.control.flush());
             if let Err(again) = host::guarded(|| self.leave()) {
                 error!(reason = again, "while the machine was dropped");
             }
