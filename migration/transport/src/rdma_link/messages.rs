@@ -8,6 +8,10 @@ use std::io;
 /// Bytes that may wait to be sent. A peer that leaves more takes nothing any more.
 const UNSENT_BYTES_MAX: usize = 1 << 20;
 
+/// Messages that are taken before timers, completions and whoever waits are looked at again: a peer
+/// may send without end.
+pub(super) const MESSAGES_AT_ONCE: usize = 256;
+
 /// Why no message came.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MessageError {
@@ -59,7 +63,8 @@ impl Messages {
         wanted
     }
 
-    fn is_unsent(&self) -> bool {
+    /// Whether something waits for [`Messages::flush`].
+    pub(super) fn is_unsent(&self) -> bool {
         self.handed_over < self.out.len()
     }
 

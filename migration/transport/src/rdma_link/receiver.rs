@@ -1,7 +1,7 @@
 //! The destination's end.
 
 use super::errands::Done;
-use super::messages::{MessageError, Messages};
+use super::messages::{MESSAGES_AT_ONCE, MessageError, Messages};
 use super::nic::{self, Nic};
 use super::provider::RdmaAccept;
 use super::sender::REASON_GRACE;
@@ -18,9 +18,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Messages that are taken before timers are looked at again.
-const MESSAGES_AT_ONCE: usize = 256;
 
 /// While queue pairs are awaited, or the markers of a round that has ended, one look takes this
 /// long at most.
@@ -164,7 +161,7 @@ impl RdmaReceiver {
                 let busy = link.step(&self.placer, &mut self.said)?;
                 if link.finished {
                     self.mode = Mode::Over;
-                } else if link.closed && link.source_closed {
+                } else if link.closed && link.source_closed && !link.messages.is_unsent() {
                     self.fall_back()?;
                 }
                 Ok(busy)
@@ -426,4 +423,47 @@ fn parts(pages: PageSpan, most: u64) -> impl Iterator<Item = (u64, u32)> {
         next += count;
         (count > 0).then(|| (first, u32::try_from(count).expect("at most a part")))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::provider::Provider;
+    use super::*;
+    use martlet_units::{Gfn, PageCount, PageRange};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+
+    /// The thread that steps may be the attempt's, which has to hear the clock and its owner.
+    #[test]
+    fn a_source_that_reads_nothing_holds_up_no_step() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = Stream::from_tcp(listener.accept().unwrap().0).unwrap();
+        rustix::net::sockopt::set_socket_recv_buffer_size(&peer, 64 << 10).unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&stream.as_fd(), 64 << 10).unwrap();
+        let range = PageRange::try_new(Gfn(0), PageCount(1024)).unwrap();
+        let ram = Arc::new(GuestRam::create(&[range]).unwrap());
+        let placer = Arc::new(Placer::new(Arc::clone(&ram)));
+        let accept = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
+        let mut receiver = RdmaReceiver::new(stream, &ram, placer, &accept, [0; 16]).unwrap();
+        let Mode::Rdma(link) = &mut receiver.mode else { panic!("it begins so") };
+        let mut rests = 0;
+        while rests < 3 {
+            for sent_ns in 0..1000 {
+                link.messages.queue(&RdmaMessage::Heartbeat { sent_ns });
+            }
+            link.messages.flush().unwrap();
+            // What is in the kernel moves on to the peer's for a while.
+            while rests < 3 && link.messages.is_unsent() {
+                rests += 1;
+                std::thread::sleep(Duration::from_millis(50));
+                link.messages.flush().unwrap();
+            }
+            rests = if link.messages.is_unsent() { rests } else { 0 };
+        }
+        (link.closed, link.source_closed) = (true, true);
+        receiver.step().unwrap();
+        assert!(matches!(receiver.mode, Mode::Rdma(_)), "what was said is sent first");
+        drop(peer);
+    }
 }

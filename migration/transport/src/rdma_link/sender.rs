@@ -1,7 +1,7 @@
 //! The source's end.
 
 use super::errands::Done;
-use super::messages::{MessageError, Messages};
+use super::messages::{MESSAGES_AT_ONCE, MessageError, Messages};
 use super::nic::{self, Nic};
 use super::provider::{Provider, RdmaOptions};
 use crate::Wake;
@@ -230,7 +230,10 @@ impl RdmaSender {
 
     fn read_messages(&mut self) -> bool {
         let mut busy = false;
-        while !self.stream_lost {
+        for _ in 0..MESSAGES_AT_ONCE {
+            if self.stream_lost {
+                break;
+            }
             match self.messages.try_receive() {
                 Ok(None) => break,
                 Ok(Some(message)) => {
@@ -433,5 +436,38 @@ impl RdmaSender {
         }
         self.posts = posts;
         busy
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_units::{Gfn, PageCount, PageRange};
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    /// The thread that steps has to hear the clock and its owner, in the blackout too.
+    #[test]
+    fn a_peer_that_never_stops_talking_is_not_heard_out() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        let range = PageRange::try_new(Gfn(0), PageCount(1024)).unwrap();
+        let ram = Arc::new(GuestRam::create(&[range]).unwrap());
+        let stream = Stream::from_tcp(near).unwrap();
+        let options = RdmaOptions::default();
+        let mut sender = RdmaSender::new(stream, &ram, &options, [0; 16]).unwrap();
+        let mut flood = Vec::new();
+        for sent_ns in 0..(3 * MESSAGES_AT_ONCE as u64) {
+            RdmaMessage::Heartbeat { sent_ns }.encode(&mut flood);
+        }
+        far.write_all(&flood).unwrap();
+        let until = monotonic_now().after(Duration::from_secs(20));
+        let mut talks = 0;
+        while talks < 3 {
+            assert!(monotonic_now() < until, "it is taken in {talks} steps");
+            talks += u32::from(sender.read_messages());
+        }
+        assert!(!sender.stream_lost);
     }
 }
