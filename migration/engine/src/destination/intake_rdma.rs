@@ -16,8 +16,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::warn;
 
-/// A waiting thread looks this often whether it should stop.
-const WAIT_INTERVAL: Duration = Duration::from_secs(1);
+/// A waiting thread looks this often whether it should stop. Nobody may have to wait for that.
+pub(super) const WAIT_INTERVAL: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 1 });
 
 struct Common {
     events: Arc<Mailbox<Event>>,
