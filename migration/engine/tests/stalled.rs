@@ -345,6 +345,18 @@ fn a_limit_of_one_byte_a_second_can_be_lifted() {
 }
 
 #[test]
+fn a_panic_before_anything_is_sent_ends_the_attempt() {
+    let source = FakeVmm::booted();
+    source.panic_in_description.store(true, Ordering::SeqCst);
+    let broken = scene_of(source, Kind::SETUP, Then::Flood, MigrateOptions::default());
+    let report = broken.wait(LIMIT);
+    assert_eq!(report.outcome, Outcome::Failed);
+    assert!(report.error.unwrap().contains("internal error: asked to panic"));
+    assert!(broken.source.is_running());
+    broken.source.quit();
+}
+
+#[test]
 fn a_panic_before_the_commit_gives_the_guest_back() {
     let broken = scene(Kind::ABANDON, Then::Flood, MigrateOptions::default());
     broken.source.panic_in_state.store(true, Ordering::SeqCst);

@@ -32,8 +32,9 @@ pub(super) fn control(shared: &Arc<Shared>, to: &Address) -> Result<(Stream, Tar
     let (theirs, address) = (Arc::clone(shared), to.clone());
     let connecting = host::spawn("martlet-connect", move || {
         let until = Until::within(GREETING_MAX).or_cancelled(&theirs.over);
-        let reached = connect_first(&address, &Hello::control(), &until);
-        theirs.events.post(Event::Connected(reached.map_err(|error| error.to_string())));
+        let reached = host::guarded(|| connect_first(&address, &Hello::control(), &until));
+        let reached = reached.and_then(|reached| reached.map_err(|error| error.to_string()));
+        theirs.events.post(Event::Connected(reached));
     });
     connecting.map_err(|error| Unconnected::Failed(format!("cannot start a thread: {error}")))?;
     let deadline = monotonic_now().after(GREETING_MAX + LOOKUP_GRACE);
@@ -67,8 +68,9 @@ pub(super) fn channels(
     let (shared, to, target) = (Arc::clone(shared), to.clone(), target.clone());
     let connecting = host::spawn("martlet-connect", move || {
         let until = Until::within(CHANNELS_WAIT_MAX).or_cancelled(&shared.over);
-        let opened = connect_all(&to, &target, &hellos, &until);
-        shared.events.post(Event::ChannelsOpened(opened.map_err(|error| error.to_string())));
+        let opened = host::guarded(|| connect_all(&to, &target, &hellos, &until));
+        let opened = opened.and_then(|opened| opened.map_err(|error| error.to_string()));
+        shared.events.post(Event::ChannelsOpened(opened));
     });
     connecting.map(drop)
 }

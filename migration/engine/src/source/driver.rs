@@ -31,7 +31,6 @@ use martlet_wire::control::{
 use martlet_wire::frame::Reader;
 use std::collections::VecDeque;
 use std::error::Error;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::{error, info};
@@ -62,13 +61,11 @@ pub(super) struct Start {
 /// The body of the migration's thread.
 pub(super) fn run(start: Start) {
     let (shared, ram) = (Arc::clone(&start.shared), start.vmm.ram());
-    let error = match connecting::control(&shared, &start.to) {
-        Ok((stream, target)) => match Driver::new(start, &ram, stream, target) {
-            Ok(driver) => return driver.run(),
-            Err(reason) => Some(reason),
-        },
-        Err(Unconnected::Failed(reason)) => Some(reason),
-        Err(Unconnected::Cancelled) => None,
+    // A driver catches its own panics; nobody would hear the end of an attempt that has none.
+    let error = match host::guarded(|| connect(start, &ram)) {
+        Ok(Ok(driver)) => return driver.run(),
+        Ok(Err(Unconnected::Failed(reason))) | Err(reason) => Some(reason),
+        Ok(Err(Unconnected::Cancelled)) => None,
     };
     info!(error = error.as_deref(), "the migration ended before it began");
     let (status, outcome) = match error {
@@ -76,6 +73,11 @@ pub(super) fn run(start: Start) {
         None => (Status::Cancelled, Outcome::Cancelled),
     };
     shared.finish(status, Report::not_begun(outcome, error, shared.started));
+}
+
+fn connect(start: Start, ram: &Arc<GuestRam>) -> Result<Driver<'_>, Unconnected> {
+    let (stream, target) = connecting::control(&start.shared, &start.to)?;
+    Driver::new(start, ram, stream, target).map_err(Unconnected::Failed)
 }
 
 struct Driver<'ram> {
@@ -288,10 +290,7 @@ impl<'ram> Driver<'ram> {
     /// Does something that must not take the permit with it should it panic; whether it did not.
     /// The machine has the permit then, and what it does about a failure gives it back.
     fn guarded(&mut self, work: impl FnOnce(&mut Driver<'ram>)) -> bool {
-        let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(self))) else { return true };
-        let text = panic.downcast_ref::<&str>().copied();
-        let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        let reason = format!("internal error: {}", text.unwrap_or("a panic without a word"));
+        let Err(reason) = host::guarded(|| work(self)) else { return true };
         error!(%reason, "the migration's thread panicked");
         self.panics += 1;
         if self.panics >= PANICS_MAX {

@@ -44,7 +44,9 @@ impl Driver<'_> {
     pub(super) fn compute_digest(&mut self) {
         let (ram, shared) = (Arc::clone(self.ram), Arc::clone(&self.shared));
         let computing = host::spawn("martlet-digest", move || {
-            shared.events.post(Event::Digested(ram.digest()));
+            let digest = host::guarded(|| ram.digest());
+            let digest = digest.map_err(std::io::Error::other).and_then(|digest| digest);
+            shared.events.post(Event::Digested(digest));
         });
         if let Err(error) = computing {
             self.host_failed("cannot digest guest memory", &error);

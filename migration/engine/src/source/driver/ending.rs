@@ -149,7 +149,10 @@ impl Driver<'_> {
     /// An undecided migration waits here until the destination settles it.
     pub(super) fn stay_for_questions(&mut self) {
         while self.shared.status() == Status::Undecided {
-            self.guarded(Driver::step);
+            if !self.guarded(Driver::step) {
+                // It may do so at every step.
+                std::thread::sleep(QUESTION_PAUSE_MIN);
+            }
             if self.outcome.is_some() {
                 self.finish();
             }
@@ -189,7 +192,10 @@ impl Driver<'_> {
         }
         let (to, target) = (self.to.clone(), self.target.clone());
         let (migration, shared) = (self.migration, Arc::clone(&self.shared));
-        let ask = move || shared.events.post(Event::Asked(query::ask(&to, &target, migration)));
+        let ask = move || {
+            let answer = host::guarded(|| query::ask(&to, &target, migration));
+            shared.events.post(Event::Asked(answer.and_then(|answer| answer)));
+        };
         match host::spawn("martlet-query", ask) {
             Ok(_) => self.is_asking = true,
             Err(error) => self.shared.note_unanswered(format!("cannot start a thread: {error}")),
