@@ -155,7 +155,7 @@ impl Guest {
 
     /// Waits until the guest has come as far as is asked for.
     fn wait(&self, what: &str, until: impl Fn(&GuestCounters) -> bool) -> GuestCounters {
-        let limit = Instant::now() + Duration::from_secs(20);
+        let limit = Instant::now() + Duration::from_secs(180);
         loop {
             let counters = self.counters();
             if until(&counters) {
