@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 const PAGE_BYTES: usize = 4096;
 
 /// How long anything may take on a busy host.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// What a state is loaded for at the end of a move within one host.
 pub(crate) const START_HERE: LoadFor =
