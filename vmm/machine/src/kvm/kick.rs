@@ -1,13 +1,14 @@
 //! Making a vCPU leave KVM_RUN: a flag for the next entry, a signal for the current one.
 #![allow(unsafe_code)]
-// UNSAFETY: signals: installing a handler and sending to a thread by its id.
+// UNSAFETY: lets a signal through, and asks for a thread's id.
 
 use super::raw::RunArea;
+use crate::threads::signals::{KICK, install_kick, kick_thread};
 use crate::vcpu::backend::Kicker;
 use crate::vcpu::lock;
 use std::io;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock};
 
 /// See the module's comment.
 pub(super) struct KvmKicker {
@@ -26,12 +27,12 @@ impl KvmKicker {
 
     /// Learns that the calling thread is the vCPU's, and lets the signal through to it.
     pub(super) fn attach(&self) -> io::Result<()> {
-        install_handler()?;
+        install_kick()?;
         // SAFETY: a signal set on the stack, initialised by sigemptyset before its use.
         let result = unsafe {
             let mut set = std::mem::zeroed();
             libc::sigemptyset(&raw mut set);
-            libc::sigaddset(&raw mut set, signal());
+            libc::sigaddset(&raw mut set, KICK);
             libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut())
         };
         if result != 0 {
@@ -60,8 +61,8 @@ impl Kicker for KvmKicker {
         if self.inside.load(Ordering::SeqCst) {
             // The lock keeps the thread from ending, and its id from being another's, meanwhile.
             if let Some(thread) = *lock(&self.thread) {
-                // SAFETY: plain numbers; the handler does nothing.
-                unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal()) };
+                // Can't fail for a thread that lives, see `KICK`.
+                let _ = kick_thread(thread);
             }
         }
     }
@@ -73,31 +74,4 @@ impl Kicker for KvmKicker {
     fn detach(&self) {
         *lock(&self.thread) = None;
     }
-}
-
-/// The signal that ends KVM_RUN. The first real-time signals are often taken by runtimes.
-fn signal() -> libc::c_int {
-    libc::SIGRTMIN() + 3
-}
-
-extern "C" fn nothing(_: libc::c_int) {}
-
-/// Installs a handler that does nothing: the signal's arrival is what matters.
-fn install_handler() -> io::Result<()> {
-    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    let installed = INSTALLED.get_or_init(|| {
-        // SAFETY: the action is zeroed but for a handler that touches nothing; no SA_RESTART, so
-        // that system calls end.
-        let result = unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
-            libc::sigaction(signal(), &raw const action, std::ptr::null_mut())
-        };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error().raw_os_error().unwrap_or(0))
-        }
-    });
-    installed.map_err(io::Error::from_raw_os_error)
 }

@@ -188,3 +188,25 @@ fn ticks_of_a_switchover_that_failed_do_not_come_later() {
         machine.resume(paused.permit, paused.was);
     });
 }
+
+/// Signals that wait are counted for each user (RLIMIT_SIGPENDING of getrlimit(2)), all of its
+/// processes together; a guest is stopped all the same.
+#[test]
+fn a_guest_stops_where_the_host_queues_no_signals() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    if !has_kvm() {
+        return;
+    }
+    let kernel = Scratch::new("unqueued", &pvh(&guests::timers(0, PIT_HZ / RATES[0])));
+    let machine = running(&boots(kernel.path(), 16));
+    wait_for("ticks", || word(&machine, TICKS) > 3);
+    let before = getrlimit(Resource::Sigpending);
+    setrlimit(Resource::Sigpending, rustix::process::Rlimit { current: Some(0), ..before.clone() })
+        .unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    let pausing = Arc::clone(&machine);
+    std::thread::spawn(move || tell.send(pausing.pause_by_owner()));
+    let paused = told.recv_timeout(PATIENCE);
+    setrlimit(Resource::Sigpending, before).unwrap();
+    paused.expect("it stops").unwrap();
+}

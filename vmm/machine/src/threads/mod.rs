@@ -16,7 +16,7 @@ mod description;
 mod frame;
 mod saved;
 mod signal_stack;
-mod signals;
+pub(crate) mod signals;
 mod tsc;
 mod vcpu;
 

@@ -45,7 +45,7 @@ const HOST_FLAGS: u64 = 0x202;
 /// The signal of a kick. Nothing on x86-64 ever sends this one (signal(7)), and unlike a real-time
 /// signal it can't be lost for want of a place in a queue (`__send_signal_locked`,
 /// kernel/signal.c), nor come twice for two kicks.
-const KICK: c_int = libc::SIGSTKFLT;
+pub(crate) const KICK: c_int = libc::SIGSTKFLT;
 
 fn mask(signals: &[c_int]) -> u64 {
     signals.iter().fold(0, |mask, signal| mask | 1 << (signal - 1))
@@ -341,12 +341,12 @@ fn previous(signal: c_int) -> Option<&'static Previous> {
 /// Installs the handler for the whole process, once. Faults that are not a guest's go on to the
 /// handlers that were there.
 fn install_handlers() -> Result<(), BackendError> {
+    install_kick().map_err(BackendError::host("sigaction"))?;
     let installed = PREVIOUS.get_or_init(|| {
         // SAFETY: the handler only does what handlers may.
         let replace = |signal| unsafe { Previous::replace(signal, on_signal) };
         let install = || {
             let previous = FAULTS.map(replace);
-            replace(KICK)?;
             let [a, b, c, d, e] = previous;
             io::Result::Ok([a?, b?, c?, d?, e?])
         };
@@ -358,8 +358,20 @@ fn install_handlers() -> Result<(), BackendError> {
     }
 }
 
+/// Installs the handler of kicks for the whole process, once. On a thread that is no vCPU of this
+/// kind it does nothing; that the signal came may matter there.
+pub(crate) fn install_kick() -> io::Result<()> {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let install = || {
+        // SAFETY: the handler only does what handlers may.
+        let previous = unsafe { Previous::replace(KICK, on_signal) };
+        previous.map(drop).map_err(|error| error.raw_os_error().unwrap_or(0))
+    };
+    INSTALLED.get_or_init(install).map_err(io::Error::from_raw_os_error)
+}
+
 /// Sends a kick to a thread of this process, which must still live.
-pub(super) fn kick_thread(thread: libc::pid_t) -> Result<(), BackendError> {
+pub(crate) fn kick_thread(thread: libc::pid_t) -> Result<(), BackendError> {
     // SAFETY: plain numbers.
     let result = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, KICK) };
     if result == 0 { Ok(()) } else { Err(BackendError::host("tgkill")(io::Error::last_os_error())) }
