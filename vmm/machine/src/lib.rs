@@ -13,6 +13,10 @@
 //!             |__ Nics: devices/virtio/, over whatever `VdpaDevice`s the owner gives
 //!             |__ GuestMemory
 //! ```
+//!
+//! vCPUs are called out of the guest by SIGSTKFLT, which nothing else on x86-64 sends; its handler
+//! is installed with the first of them. A machine of threads also takes the faults (SIGSEGV and its
+//! like), and passes on what is no guest's.
 
 mod boot;
 mod clock;
