@@ -1,11 +1,16 @@
 //! What CBOR of a peer must obey before a decoder sees it.
 //!
 //! A decoder skips what it does not know, and keeps a record of every array and map that it is in:
-//! 16 bytes of memory for a byte of the peer's. [`check_nesting`] walks over all of it first, with a
-//! few words on the stack, and refuses what no martlet of any version sends.
+//! 16 bytes of memory for a byte of the peer's. Of a list that it knows it makes objects, which are
+//! larger than that. [`check_nesting`] walks over all of it first, with a few words on the stack,
+//! and refuses what no martlet of any version sends.
 
 /// Deepest nesting of arrays and maps; today's messages have 3.
 pub const DEPTH_MAX: usize = 8;
+
+/// Most items of one value, the largest of which is the state of a machine or of one of its vCPUs:
+/// some ten thousand. A decoder makes an object of each, however few bytes of the peer's it is.
+pub const ITEMS_MAX: u32 = 1 << 18;
 
 /// Why bytes are no CBOR that a decoder may see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -14,6 +19,9 @@ pub enum NestingError {
     /// Too deep.
     #[error("arrays and maps nested deeper than {DEPTH_MAX} at byte {0}")]
     Depth(usize),
+    /// Too many.
+    #[error("more than {ITEMS_MAX} items")]
+    Items,
     /// A length that is not said before, a tag, or a code without meaning: martlet sends none.
     #[error("an item that starts with {first:#04x} at byte {at}")]
     Form {
@@ -33,7 +41,12 @@ pub fn check_nesting(bytes: &[u8]) -> Result<usize, NestingError> {
     let mut open = [0_u64; DEPTH_MAX];
     let mut depth = 0;
     let mut at = 0;
+    let mut items = 0;
     loop {
+        items += 1;
+        if items > ITEMS_MAX {
+            return Err(NestingError::Items);
+        }
         let start = at;
         let (major, number) = head(bytes, &mut at)?;
         let inside = match major {
@@ -116,6 +129,17 @@ mod tests {
         let deeper = check_nesting(&nested(DEPTH_MAX + 1));
         assert_eq!(deeper, Err(NestingError::Depth(DEPTH_MAX)));
         assert_eq!(check_nesting(&nested(1 << 24)), Err(NestingError::Depth(DEPTH_MAX)));
+    }
+
+    #[test]
+    fn items_have_a_limit() {
+        let list = |count: u32| {
+            let nothing = vec![0x40; usize::try_from(count).unwrap()];
+            [&[0x9a][..], &count.to_be_bytes(), &nothing].concat()
+        };
+        let most = list(ITEMS_MAX - 1);
+        assert_eq!(check_nesting(&most), Ok(most.len()));
+        assert_eq!(check_nesting(&list(ITEMS_MAX)), Err(NestingError::Items));
     }
 
     #[test]

@@ -82,6 +82,25 @@ fn nested_bytes_cost_no_memory_and_get_a_reason() {
     assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);
 }
 
+/// A byte of the state would become an object of 24 or more.
+#[test]
+fn a_state_of_very_many_parts_costs_no_more_than_its_bytes() {
+    const STATE: usize = 16 << 20;
+    let destination = Destination::new(&[]);
+    let mut attempt = Attempt::begin(destination.port, &setup_of(&captured_setup(&[]), 1));
+    attempt.end_round(0);
+    let (before, _) = destination.process.memory();
+    // So many vCPUs, whose states are empty.
+    let count = u32::try_from(STATE).unwrap().to_be_bytes();
+    let state = [&[0xa1, 0, 0x9a][..], &count, &vec![0x40; STATE]].concat();
+    attempt.control.say(&message(REHEARSE, &map([(0, Value::Bytes(state))]))).unwrap();
+    let reason = attempt.reason();
+    assert!(reason.contains("more than 262144 items"), "{reason}");
+    // It is in a buffer that doubles as it grows, in the message, and in both for a moment.
+    let (_, most) = destination.process.memory();
+    assert!(most < before + 5 * STATE as u64, "{} MiB", (most - before) >> 20);
+}
+
 #[test]
 fn what_is_no_message_gets_a_reason() {
     let mut destination = Destination::new(&[]);
