@@ -20,6 +20,9 @@ const BLACKOUT_MIN: Duration = Duration::from_secs(1);
 /// Behind the commit the destination has at least this part of the bound, and the source waits for
 /// its answer this part longer than that.
 const AFTER_COMMIT_PART: u32 = 2;
+/// But the latter not more than this, however long a blackout is accepted: the state is loaded and
+/// the vCPUs are started within it.
+const ANSWER_SPARE_MAX: Duration = Duration::from_secs(10);
 /// While the guest is stopped the destination is asked this often whether it is there ...
 pub(crate) const STOPPED_PING_INTERVAL: Duration = Duration::from_millis(50);
 /// ... and one that was not heard for this long, or several round trips, gets no commit.
@@ -46,7 +49,7 @@ pub(crate) fn answer_max(
     complete: Duration,
     round_trip: Duration,
 ) -> Duration {
-    let spare = blackout_max(downtime_limit) / AFTER_COMMIT_PART;
+    let spare = (blackout_max(downtime_limit) / AFTER_COMMIT_PART).min(ANSWER_SPARE_MAX);
     complete.saturating_add(spare).saturating_add(round_trip * 2)
 }
 

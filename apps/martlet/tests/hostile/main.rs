@@ -6,6 +6,7 @@
 mod attempt;
 mod connections;
 mod floods;
+mod liars;
 mod promises;
 #[path = "../support/mod.rs"]
 mod support;

@@ -25,7 +25,9 @@ pub(crate) const REHEARSED: u16 = 6;
 pub(crate) const SWITCHOVER_SOON: u16 = 7;
 pub(crate) const FINAL_STATE: u16 = 8;
 pub(crate) const COMMIT: u16 = 11;
+pub(crate) const COMMITTED: u16 = 12;
 pub(crate) const COMMIT_REFUSED: u16 = 13;
+pub(crate) const ALIVE: u16 = 14;
 pub(crate) const PING: u16 = 15;
 pub(crate) const PONG: u16 = 16;
 pub(crate) const ABANDON: u16 = 17;
@@ -87,6 +89,22 @@ pub(crate) fn pages_of_zeros(count: u32) -> Vec<u8> {
     bytes[34] = 2;
     bytes[36..40].copy_from_slice(&count.to_le_bytes());
     bytes
+}
+
+/// Reads a data channel to the next end of a round, and throws the pages away.
+pub(crate) fn next_barrier(channel: &mut Peer) -> io::Result<u32> {
+    loop {
+        let mut header = [0; 32];
+        channel.0.read_exact(&mut header)?;
+        assert_eq!(&header[..4], b"mPGS");
+        let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four"));
+        let (kind, round, runs, payload) = (header[4], number(8), number(12), number(16));
+        if kind == 2 {
+            return Ok(round);
+        }
+        let rest = u64::from(runs) * 16 + u64::from(payload);
+        io::copy(&mut Read::by_ref(&mut channel.0).take(rest), &mut io::sink())?;
+    }
 }
 
 /// CBOR (RFC 8949), as far as messages use it.

@@ -131,6 +131,8 @@ struct Driver<'ram> {
     rest: Option<(Instant, Decision)>,
     /// The round behind which the stop was rehearsed the last time.
     rehearsed_round: Option<u32>,
+    /// When that began.
+    rehearsed_at: Instant,
     /// A chunk that its lane had no room for.
     held: Option<Chunk>,
     lanes_full: bool,
@@ -245,6 +247,7 @@ impl<'ram> Driver<'ram> {
             last_sync: now,
             rest: None,
             rehearsed_round: None,
+            rehearsed_at: now,
             held: None,
             lanes_full: false,
             pending: VecDeque::new(),
