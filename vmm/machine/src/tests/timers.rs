@@ -193,7 +193,7 @@ fn ticks_of_a_switchover_that_failed_do_not_come_later() {
 /// processes together; a guest is stopped all the same.
 #[test]
 fn a_guest_stops_where_the_host_queues_no_signals() {
-    use rustix::process::{Resource, getrlimit, setrlimit};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     if !has_kvm() {
         return;
     }
@@ -201,8 +201,7 @@ fn a_guest_stops_where_the_host_queues_no_signals() {
     let machine = running(&boots(kernel.path(), 16));
     wait_for("ticks", || word(&machine, TICKS) > 3);
     let before = getrlimit(Resource::Sigpending);
-    setrlimit(Resource::Sigpending, rustix::process::Rlimit { current: Some(0), ..before.clone() })
-        .unwrap();
+    setrlimit(Resource::Sigpending, Rlimit { current: Some(0), ..before }).unwrap();
     let (tell, told) = std::sync::mpsc::channel();
     let pausing = Arc::clone(&machine);
     std::thread::spawn(move || tell.send(pausing.pause_by_owner()));
