@@ -7,7 +7,7 @@
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};
-use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report, Status};
+use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report, Status, Within};
 use martlet_transport::Address;
 use martlet_units::BytesPerSec;
 use martlet_wire::control::{Control, Pong};
@@ -321,6 +321,27 @@ fn a_stop_is_called_off_when_the_link_gets_slow() {
     assert_eq!(there.writes_in_memory(), there.writes(), "no write was lost");
     slow.source.quit();
     there.quit();
+}
+
+/// Whoever has a guest stopped for as long as the rest takes does not want it back after a second.
+#[test]
+fn a_stop_that_its_owner_wants_goes_through_though_the_link_gets_slow() {
+    let source = FakeVmm::booted();
+    source.dirty_at_stop.store(true, Ordering::SeqCst);
+    let within = Within { limit: Duration::from_millis(500), then: martlet_engine::Then::Stop };
+    let options = MigrateOptions {
+        channels: Some(2),
+        // Nothing fits that.
+        downtime_limit: Duration::from_nanos(1),
+        within: Some(within),
+        auto_converge: false,
+        ..MigrateOptions::default()
+    };
+    let slow = scene_of(source, Kind::ALIVE, Then::SlowPages(1_000_000), options);
+    let report = slow.wait(LIMIT);
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    assert!(report.blackout.is_some_and(|blackout| blackout > Duration::from_secs(2)));
+    slow.source.quit();
 }
 
 /// One barrier had to find room within 30 s in a queue that a slow lane empties in minutes.

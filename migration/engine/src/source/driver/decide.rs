@@ -14,6 +14,10 @@ use tracing::info;
 /// Smaller rounds measure the way's latency, not its width.
 const BANDWIDTH_SAMPLE_MIN: ByteCount = ByteCount(1 << 20);
 
+/// Whoever has the guest stopped for as long as the rest takes accepts a blackout of at least this,
+/// whatever was predicted: only a link that carries nothing any more sets the guest running again.
+const WANTED_STOP: Duration = Duration::from_secs(5);
+
 fn per_second(pages: PageCount, time: Duration) -> u64 {
     let nanos = time.as_nanos().max(1);
     u64::try_from(u128::from(pages.0) * 1_000_000_000 / nanos).unwrap_or(u64::MAX)
@@ -75,7 +79,7 @@ impl Driver<'_> {
         }
         // What is accepted of the blackout is the machine's measure for its own deadlines.
         self.machine.set_downtime_limit(if self.stop_now {
-            limit.max(prediction.total())
+            limit.max(prediction.total()).max(WANTED_STOP)
         } else {
             limit
         });
