@@ -68,9 +68,17 @@ impl VmLoads {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn end(&self) {
-        // Release: what the load set up is there for vCPUs that see this.
-        self.0.store(false, Ordering::Release);
+    /// Does the load that was begun; whatever comes of it, nobody waits for it behind that.
+    pub(super) fn during<T>(&self, load: impl FnOnce() -> T) -> T {
+        struct End<'a>(&'a AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                // Release: what the load set up is there for vCPUs that see this.
+                self.0.store(false, Ordering::Release);
+            }
+        }
+        let _end = End(&self.0);
+        load()
     }
 
     /// Some tens of microseconds, so the waiting vCPU stays awake.
@@ -348,5 +356,22 @@ impl VcpuBackend for KvmVcpu {
         // With the flag set KVM returns before it enters the guest.
         self.enter()?;
         Ok(clock::now().since(begin))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    /// It would stay awake for ever, and whoever ends the machine would wait for its thread.
+    #[test]
+    fn no_vcpu_waits_for_a_load_that_panicked() {
+        let loads = VmLoads::default();
+        loads.begin();
+        let load = || loads.during(|| panic!("a test wants it"));
+        assert!(catch_unwind(AssertUnwindSafe(load)).is_err());
+        assert!(!loads.0.load(Ordering::Acquire), "it is over");
+        loads.wait();
     }
 }

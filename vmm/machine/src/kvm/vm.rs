@@ -262,9 +262,7 @@ impl VmBackend for KvmVm {
     }
 
     fn load(&self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError> {
-        let loaded = self.load_all(state, what_for);
-        self.common.vm_loads.end();
-        loaded
+        self.common.vm_loads.during(|| self.load_all(state, what_for))
     }
 
     fn begin_run(&self) {
