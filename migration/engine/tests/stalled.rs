@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
 
-#[allow(dead_code, reason = "other tests use the rest")]
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};
@@ -127,10 +126,9 @@ impl Way {
             if client.read_exact(&mut frame[FRAME_HEADER_BYTES..]).is_err() {
                 break;
             }
-            if header.kind() == self.from && !self.begun.swap(true, Ordering::SeqCst) {
-                if self.then == Then::Flood {
-                    flood(client.try_clone().unwrap());
-                }
+            let begins = header.kind() == self.from && !self.begun.swap(true, Ordering::SeqCst);
+            if begins && self.then == Then::Flood {
+                flood(client.try_clone().unwrap());
             }
             if self.then == Then::Freeze && self.begun.load(Ordering::SeqCst) {
                 self.hold();

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
 
-#[allow(dead_code, reason = "other tests use the rest")]
 mod fake;
 
 use fake::{FakeFactory, FakeVmm};

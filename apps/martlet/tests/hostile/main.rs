@@ -2,6 +2,7 @@
 //! lives, takes little memory, hears its owner, and serves the next one.
 //!
 //! [`wire`] speaks the protocol by itself. A new case goes into the file of its subject.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
 
 mod attempt;
 mod connections;

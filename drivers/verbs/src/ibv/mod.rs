@@ -196,6 +196,14 @@ impl Drop for IbvRequest {
     }
 }
 
+/// As a system call takes it; saturates.
+fn timespec(limit: Duration) -> rustix::event::Timespec {
+    rustix::event::Timespec {
+        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(limit.subsec_nanos()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -210,13 +218,5 @@ mod tests {
             assert!(helps, "{text}");
             println!("{text}");
         }
-    }
-}
-
-/// As a system call takes it; saturates.
-fn timespec(limit: Duration) -> rustix::event::Timespec {
-    rustix::event::Timespec {
-        tv_sec: i64::try_from(limit.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(limit.subsec_nanos()),
     }
 }

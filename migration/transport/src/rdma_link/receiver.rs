@@ -440,7 +440,7 @@ mod tests {
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = Stream::from_tcp(listener.accept().unwrap().0).unwrap();
         rustix::net::sockopt::set_socket_recv_buffer_size(&peer, 64 << 10).unwrap();
-        rustix::net::sockopt::set_socket_send_buffer_size(&stream.as_fd(), 64 << 10).unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&stream, 64 << 10).unwrap();
         let range = PageRange::try_new(Gfn(0), PageCount(1024)).unwrap();
         let ram = Arc::new(GuestRam::create(&[range]).unwrap());
         let placer = Arc::new(Placer::new(Arc::clone(&ram)));
