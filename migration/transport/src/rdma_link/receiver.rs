@@ -431,7 +431,6 @@ mod tests {
     use super::*;
     use martlet_units::{Gfn, PageCount, PageRange};
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsFd;
 
     /// The thread that steps may be the attempt's, which has to hear the clock and its owner.
     #[test]
