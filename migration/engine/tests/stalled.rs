@@ -48,6 +48,8 @@ struct Way {
     /// Raised by the test: all goes on.
     over: (Mutex<bool>, Condvar),
     last_bytes: AtomicU64,
+    /// Held while something is written to the source: a flood is made of whole messages.
+    to_source: Mutex<()>,
 }
 
 impl Way {
@@ -60,6 +62,7 @@ impl Way {
             begun: Arc::default(),
             over: Default::default(),
             last_bytes: AtomicU64::new(0),
+            to_source: Mutex::new(()),
         });
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // A way, not a store.
@@ -128,7 +131,10 @@ impl Way {
             }
             let begins = header.kind() == self.from && !self.begun.swap(true, Ordering::SeqCst);
             if begins && self.then == Then::Flood {
-                flood(client.try_clone().unwrap());
+                let (way, mut to) = (Arc::clone(&self), client.try_clone().unwrap());
+                // The first of them before the destination can answer.
+                way.send_pongs(&mut to);
+                thread::spawn(move || while way.send_pongs(&mut to) {});
             }
             if self.then == Then::Freeze && self.begun.load(Ordering::SeqCst) {
                 self.hold();
@@ -154,23 +160,24 @@ impl Way {
                 }
                 _ => {}
             }
+            let whole = (!forth).then(|| self.to_source.lock().unwrap());
             if got == 0 || to.write_all(&buffer[..got]).is_err() {
                 break;
             }
+            drop(whole);
         }
         let _ = to.shutdown(std::net::Shutdown::Both);
     }
-}
 
-/// Until the source hangs up.
-fn flood(mut to: TcpStream) {
-    thread::spawn(move || {
+    /// Whether the source still takes them.
+    fn send_pongs(&self, to: &mut TcpStream) -> bool {
         let mut bytes = Vec::new();
         for sent_ns in 0..1000 {
             encode(&Control::Pong(Pong { sent_ns, answered_ns: 7 }), &mut bytes).unwrap();
         }
-        while to.write_all(&bytes).is_ok() {}
-    });
+        let _whole = self.to_source.lock().unwrap();
+        to.write_all(&bytes).is_ok()
+    }
 }
 
 struct Scene {
