@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 /// Folders whose crates take time, chance and events as arguments, and give actions.
-const SANS_IO: [&str; 4] = ["migration/protocol", "migration/policy", "migration/ram", "drivers"];
+const SANS_IO: [&str; 5] =
+    ["migration/core", "migration/protocol", "migration/policy", "migration/ram", "drivers"];
 
 /// Where a driver meets the operating system.
 const EDGES: [(&str, &str); 5] = [

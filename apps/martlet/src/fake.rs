@@ -2,7 +2,8 @@
 
 use crate::guest::{Attempt, Guest, Incoming, Listen};
 use martlet_engine::{
-    MigrateOptions, OperatorOverride, PageCounts, Progress, ReceiveStatus, Report, Status,
+    Error, Fault, MigrateOptions, OperatorOverride, PageCounts, Progress, ReceiveStatus, Report,
+    Status,
 };
 use martlet_guest_program::GuestCounters;
 use martlet_machine::{Accel, GuestStatus, MachineInfo};
@@ -45,7 +46,8 @@ pub(crate) struct FakeAttempt {
 impl FakeAttempt {
     /// The migration comes to this status and round.
     pub(crate) fn reach(&self, status: Status, round: u32) {
-        let error = (status == Status::Failed).then(|| "the link broke".to_owned());
+        let error =
+            (status == Status::Failed).then(|| Error::new(Fault::Peer, "", "the link broke"));
         let report = status.is_final().then(|| {
             let mut report = crate::report_json::tests::sample();
             report.outcome = match status {

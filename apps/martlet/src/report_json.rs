@@ -249,7 +249,7 @@ impl From<&Report> for ReportJson {
                 Outcome::Undecided => OutcomeJson::Undecided,
                 Outcome::GivenUp => OutcomeJson::GivenUp,
             },
-            error: report.error.as_deref().map(crate::failure::one_line),
+            error: report.error.as_ref().map(|error| crate::failure::one_line(&error.to_line())),
             total_ms: ms(report.total),
             blackout_ms: report.blackout.map(ms),
             predicted_blackout_ms: predicted.map(|p| ms(p.total())),

@@ -222,11 +222,11 @@ impl Attempt for EngineAttempt {
     }
 
     fn resolve(&self) -> Result<Status, String> {
-        self.0.resolve().map_err(|error| error.reason)
+        self.0.resolve().map_err(|error| error.reason().to_owned())
     }
 
     fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String> {
-        self.0.override_undecided(by).map_err(|error| error.reason)
+        self.0.override_undecided(by).map_err(|error| error.reason().to_owned())
     }
 }
 

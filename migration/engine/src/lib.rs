@@ -15,17 +15,13 @@ mod accelerator;
 mod destination;
 mod host;
 mod mailbox;
-mod report;
 mod source;
-mod vmm;
 
 pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
 pub use destination::{ReceiveOptions, ReceiveStatus, Receiver};
-pub use report::{
-    Network, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+pub use martlet_core::{
+    BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, FrameCheck, GuestCheck,
+    LoadFor, Network, Outcome, Outrun, PageCounts, Paused, Peer, Phases, Progress, RdmaUse,
+    Rehearsal, Report, RunState, Side, SourceVmm, Span, Status,
 };
 pub use source::{MigrateOptions, Migration, Then, Within};
-pub use vmm::{
-    BuildRequest, DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused,
-    Peer, Rehearsal, RunState, SourceVmm, VmmError,
-};

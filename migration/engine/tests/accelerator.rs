@@ -4,7 +4,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_dsa::{CompletionWait, QueueLimits, SeatWait, WorkQueue};
 use martlet_dsa_model::{Counters, DeviceConfig, DsaModel, Fault, FaultPoint, Faults};
 use martlet_engine::{DsaFinders, DsaQueue, MigrateOptions, Migration, Outcome, Receiver, Report};
@@ -52,7 +52,7 @@ fn migrate(faults: Faults) -> (Report, Counters) {
     let vmm = Arc::<FakeVmm>::clone(&source);
     let migration = Migration::start(vmm, &receiver.address(), options).unwrap();
     let report = migration.wait(PATIENCE).expect("a migration ends");
-    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
     there.pause_by_owner();
     std::thread::sleep(Duration::from_millis(50));

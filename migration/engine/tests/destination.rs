@@ -4,7 +4,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
 use martlet_transport::Address;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ fn a_panic_ends_the_attempt_and_nothing_else() {
         let report = migrate(&source, &receiver);
         flag.store(false, Ordering::SeqCst);
         assert_eq!(report.outcome, Outcome::Failed);
-        let error = report.error.unwrap();
+        let error = line(&report).unwrap();
         assert!(error.contains("internal error: a test wants it"), "{error}");
         let error = last_error(&receiver);
         assert!(error.contains("internal error: a test wants it"), "{error}");
@@ -77,7 +77,7 @@ fn a_refusal_does_not_wait_for_the_memory_to_be_dropped() {
         factory.hold_drop.store(true, Ordering::SeqCst);
         let report = migrate(&source, &receiver);
         assert_eq!(report.outcome, Outcome::Failed);
-        let error = report.error.unwrap();
+        let error = line(&report).unwrap();
         let why = if panics { "a test wants it" } else { "load" };
         assert!(error.contains(why), "{error}");
         assert_eq!(receiver.status(), ReceiveStatus::Active, "it is being dropped");
@@ -114,7 +114,7 @@ fn a_stop_is_heard_while_a_machine_is_built() {
     assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Stopped);
     let report = migration.wait(LIMIT).unwrap();
     assert_eq!(report.outcome, Outcome::Failed);
-    let error = report.error.unwrap();
+    let error = line(&report).unwrap();
     assert!(error.contains("told to stop"), "{error}");
     source.quit();
 }

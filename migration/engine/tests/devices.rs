@@ -4,7 +4,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -55,7 +55,7 @@ fn check_frames_flow(vmm: &FakeVmm) {
 fn a_card_moves_with_its_guest() {
     let (source, receiver, factory) = scene();
     let report = migrate(&source, &receiver);
-    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
     assert!(!source.device.suspended_late.load(Ordering::SeqCst), "vCPUs stop last");
     let network = report.network.expect("there is a card");
@@ -73,7 +73,7 @@ fn a_card_that_does_not_suspend_keeps_its_guest_here() {
     source.device.fail_suspend.store(true, Ordering::SeqCst);
     let report = migrate(&source, &receiver);
     assert_eq!(report.outcome, Outcome::Failed);
-    let error = report.error.unwrap();
+    let error = line(&report).unwrap();
     assert!(error.contains("cannot suspend the devices"), "{error}");
     assert!(source.is_running());
     check_frames_flow(&source);

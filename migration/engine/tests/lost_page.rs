@@ -5,7 +5,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report, SourceVmm,
 };
@@ -68,7 +68,7 @@ fn fails_and_then_moves(
     let (receiver, factory) = to;
     let report = migrate(source, receiver, false);
     assert_eq!(report.outcome, Outcome::Failed, "{report:?}");
-    assert!(report.error.as_deref().unwrap().contains(NAME), "{report:?}");
+    assert!(line(&report).unwrap().contains(NAME), "{report:?}");
     assert!(source.is_running());
     let before = source.writes();
     while source.writes() == before {
@@ -77,7 +77,7 @@ fn fails_and_then_moves(
     wait_for_listening(receiver);
     heal();
     let report = migrate(source, receiver, true);
-    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
     there.pause_by_owner();
     std::thread::sleep(Duration::from_millis(50));

@@ -4,7 +4,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status, Then, Within,
 };
@@ -51,7 +51,7 @@ fn a_running_guest_moves() {
         std::thread::sleep(Duration::from_millis(100));
         let options = MigrateOptions { channels: Some(channels), ..MigrateOptions::default() };
         let report = migrate(&source, &receiver, options);
-        assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+        assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
         assert_eq!(receiver.wait(PATIENCE), ReceiveStatus::Arrived);
         let there = arrived(&factory);
         assert!(there.is_running() && !source.holds_permit());
@@ -74,7 +74,7 @@ fn a_slow_rehearsal_is_repeated() {
     let source = FakeVmm::booted();
     source.slow_rehearsals.store(3, Ordering::SeqCst);
     let report = migrate(&source, &receiver, MigrateOptions::default());
-    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     // Once more if a busy host made another round worth it.
     let rehearsals = source.rehearsals.load(Ordering::SeqCst);
     assert!((4..=5).contains(&rehearsals), "{rehearsals}, not more often than needed");
@@ -163,7 +163,7 @@ fn a_destination_that_cannot_load_leaves_the_guest_here() {
     factory.refuse.store(true, Ordering::SeqCst);
     let report = migrate(&source, &receiver, MigrateOptions::default());
     assert_eq!(report.outcome, Outcome::Failed);
-    assert!(report.error.as_deref().unwrap().contains("asked to fail"), "{report:?}");
+    assert!(line(&report).unwrap().contains("asked to fail"), "{report:?}");
     factory.refuse.store(false, Ordering::SeqCst);
     factory.fail_load.store(true, Ordering::SeqCst);
     let report = migrate(&source, &receiver, MigrateOptions::default());
@@ -207,7 +207,7 @@ fn nobody_there_is_one_clear_line() {
     let migration = Migration::start(source.clone(), &nowhere, MigrateOptions::default()).unwrap();
     let report = migration.wait(PATIENCE).unwrap();
     assert_eq!(report.outcome, Outcome::Failed);
-    let error = report.error.unwrap();
+    let error = line(&report).unwrap();
     assert!(error.contains("/nonexistent/socket") && !error.contains('\n'), "{error}");
     assert!(source.is_running());
 }
@@ -226,7 +226,7 @@ fn a_cancel_ends_the_connecting_at_once() {
     migration.cancel();
     // Half of what the greeting may take, so that a busy host does not decide.
     let report = migration.wait(Duration::from_secs(5)).expect("ends at once");
-    assert_eq!((report.outcome, report.error), (Outcome::Cancelled, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Cancelled, None));
     assert!(source.is_running());
 }
 
@@ -267,7 +267,7 @@ fn a_migration_that_takes_too_long_does_what_its_owner_wants() {
     source.burst.store(4000, Ordering::Relaxed);
     let report = migrate(&source, &receiver, endless(Then::Cancel));
     assert_eq!(report.outcome, Outcome::Cancelled, "{report:?}");
-    assert!(report.error.unwrap().contains("within 500ms"));
+    assert!(line(&report).unwrap().contains("within 500ms"));
     assert!(source.is_running());
     while matches!(receiver.status(), ReceiveStatus::Active) {
         std::thread::sleep(Duration::from_millis(1));
@@ -293,7 +293,7 @@ fn a_guest_that_ends_fails_its_migration_and_both_sides_say_why() {
     }
     migration.guest_ended("shutdown");
     let report = migration.wait(PATIENCE).expect("a migration ends");
-    let error = report.error.unwrap_or_default();
+    let error = line(&report).unwrap_or_default();
     assert_eq!(
         (report.outcome, error.as_str()),
         (Outcome::Failed, "the guest has ended: shutdown")
@@ -340,6 +340,6 @@ fn what_remains_is_what_was_not_sent() {
             break report;
         }
     };
-    assert_eq!((report.outcome, report.error), (Outcome::Completed, None));
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     assert!(seen > 0 && migration.progress().remaining.0 == 0);
 }

@@ -6,7 +6,7 @@ mod fake;
 #[path = "rdma/proxy.rs"]
 mod proxy;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report,
 };
@@ -55,7 +55,7 @@ fn small() -> RdmaOptions {
 }
 
 fn assert_moved(report: &Report) {
-    assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Completed, None), "{report:?}");
+    assert_eq!((report.outcome, line(report)), (Outcome::Completed, None), "{report:?}");
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm};
+use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report, Status, Within};
 use martlet_transport::Address;
 use martlet_units::BytesPerSec;
@@ -261,7 +261,7 @@ fn a_flood_of_answers_ends_the_attempt() {
         let report = flooded.wait(LIMIT);
         // The last one may lose the race with the commit; then what it says counts no more.
         if report.outcome == Outcome::Failed {
-            let error = report.error.unwrap();
+            let error = line(&report).unwrap();
             assert!(error.contains("nobody asked for"), "{error}");
             assert!(flooded.source.is_running());
         } else {
@@ -377,7 +377,7 @@ fn a_panic_before_anything_is_sent_ends_the_attempt() {
     let broken = scene_of(source, Kind::SETUP, Then::Flood, MigrateOptions::default());
     let report = broken.wait(LIMIT);
     assert_eq!(report.outcome, Outcome::Failed);
-    assert!(report.error.unwrap().contains("internal error: asked to panic"));
+    assert!(line(&report).unwrap().contains("internal error: asked to panic"));
     assert!(broken.source.is_running());
     broken.source.quit();
 }
@@ -388,7 +388,7 @@ fn a_panic_before_the_commit_gives_the_guest_back() {
     broken.source.panic_in_state.store(true, Ordering::SeqCst);
     let report = broken.wait(LIMIT);
     assert_eq!(report.outcome, Outcome::Failed);
-    assert!(report.error.unwrap().contains("internal error: asked to panic"));
+    assert!(line(&report).unwrap().contains("internal error: asked to panic"));
     assert!(broken.source.is_running());
     broken.source.quit();
 }

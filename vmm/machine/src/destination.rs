@@ -10,17 +10,18 @@ use crate::saved::{Description, SavedMachine};
 use crate::threads;
 use crate::vcpu::lock;
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, LoadFor, RunState, VmmError,
+    BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, LoadFor, RunState,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
 use martlet_units::Instant;
 use martlet_vdpa::VdpaDevice;
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-fn failed(action: impl Into<String>, reason: impl Into<String>) -> VmmError {
-    VmmError { action: action.into(), reason: reason.into() }
+fn failed(action: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Error {
+    Error::vmm(action, reason)
 }
 
 /// What a destination is willing to build.
@@ -85,7 +86,7 @@ impl Factory {
 }
 
 impl DestinationFactory for Factory {
-    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
         const ACTION: &str = "build the machine";
         let description = Description::decode(request.description)
             .map_err(|why| failed("read the machine's description", why))?;
@@ -113,7 +114,7 @@ impl DestinationVmm for Incoming {
         Arc::clone(self.machine.memory.ram())
     }
 
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error> {
         const ACTION: &str = "load the machine's state";
         let machine = &*self.machine;
         let control = lock(&machine.control);
@@ -168,8 +169,9 @@ impl DestinationVmm for Incoming {
         *lock(&self.arrived) = Some(Arc::clone(&self.machine));
     }
 
-    fn resume_devices(&self) -> Result<(), VmmError> {
-        self.machine.nics.resume().map_err(|why| failed("resume the devices", why))
+    fn resume_devices(&self) -> Result<(), Error> {
+        let resumed = self.machine.nics.resume();
+        resumed.map_err(|why| Error::new(Fault::Device, "resume the devices", why))
     }
 
     fn first_heartbeat(&self) -> Option<Instant> {

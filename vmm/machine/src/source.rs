@@ -5,15 +5,17 @@ use crate::dirty::WithDevices;
 use crate::machine::{EndCause, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
-use martlet_engine::{FrameCheck, GuestCheck, Paused, Rehearsal, RunState, SourceVmm, VmmError};
+use martlet_engine::{
+    Error, Fault, FrameCheck, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
+};
 use martlet_guest_program::NicCounters;
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::Instant;
 use std::sync::Arc;
 
-fn failed(action: &str, reason: impl Into<String>) -> VmmError {
-    VmmError { action: action.to_owned(), reason: reason.into() }
+fn failed(action: &'static str, reason: impl Into<String>) -> Error {
+    Error::vmm(action, reason)
 }
 
 impl SourceVmm for Machine {
@@ -37,7 +39,7 @@ impl SourceVmm for Machine {
         Ok(Box::new(tracker))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, VmmError> {
+    fn rehearse(&self) -> Result<Rehearsal, Error> {
         const ACTION: &str = "rehearse the stop";
         let mut control = self.settled();
         if !matches!(control.phase, Phase::Here(_)) {
@@ -65,8 +67,9 @@ impl SourceVmm for Machine {
         self.nics.begin_suspend();
     }
 
-    fn wait_suspended(&self) -> Result<(), VmmError> {
-        self.nics.wait_suspended().map_err(|why| failed("suspend the devices", why))
+    fn wait_suspended(&self) -> Result<(), Error> {
+        let suspended = self.nics.wait_suspended();
+        suspended.map_err(|why| Error::new(Fault::Device, "suspend the devices", why))
     }
 
     fn begin_pause(&self) {
@@ -77,7 +80,7 @@ impl SourceVmm for Machine {
         }
     }
 
-    fn wait_paused(&self) -> Result<Paused, VmmError> {
+    fn wait_paused(&self) -> Result<Paused, Error> {
         const ACTION: &str = "stop the guest";
         let mut control = lock(&self.control);
         let Phase::Stopping(was) = control.phase else {
@@ -99,7 +102,7 @@ impl SourceVmm for Machine {
         Ok(Paused { permit, was })
     }
 
-    fn take_state(&self) -> Result<Vec<u8>, VmmError> {
+    fn take_state(&self) -> Result<Vec<u8>, Error> {
         const ACTION: &str = "save the guest's state";
         let mut control = lock(&self.control);
         if !matches!(control.phase, Phase::Switchover(_)) || !control.is_saving {
@@ -177,7 +180,7 @@ impl Machine {
     }
 
     /// A guest that has ended has no future elsewhere either.
-    fn check_alive(&self, action: &str) -> Result<(), VmmError> {
+    fn check_alive(&self, action: &'static str) -> Result<(), Error> {
         match self.group.ended_because() {
             Some(EndCause::Reset) if self.ended().is_none() => {
                 Err(failed(action, "the guest asked to be reset at this moment"))

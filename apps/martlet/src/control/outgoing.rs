@@ -142,7 +142,7 @@ impl Control {
         }
         drop(state);
         if let (true, Some(error)) = (progress.status.is_final(), &progress.error) {
-            crate::log::note(format_args!("migration: {}", one_line(error)));
+            crate::log::note(format_args!("migration: {}", one_line(&error.to_line())));
         }
         progress.status.is_final()
     }
@@ -178,7 +178,7 @@ impl Control {
         // Its end is told before this is answered.
         self.look(&attempt, &guest);
         let (status, reason) = match resolved {
-            Ok(status) => (status, attempt.progress().error),
+            Ok(status) => (status, attempt.progress().error.map(|error| error.to_line())),
             Err(reason) => (Status::Undecided, Some(reason)),
         };
         Ok(schema::resolution(status, reason.as_deref()))

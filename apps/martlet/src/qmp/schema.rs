@@ -432,7 +432,7 @@ pub(crate) fn migration_info(
         info.insert("cpu-throttle-percentage".to_owned(), progress.throttle_percent.into());
     }
     if let Some(error) = &progress.error {
-        info.insert("error-desc".to_owned(), crate::failure::one_line(error).into());
+        info.insert("error-desc".to_owned(), crate::failure::one_line(&error.to_line()).into());
     }
     if let Some(report) = report {
         let outrun = progress.outrun.as_ref().map(OutrunJson::from);

@@ -6,7 +6,7 @@ mod guest;
 
 use super::events::Event;
 use super::intake::{Intake, Look};
-use super::shared::Shared;
+use super::{peer_of, shared::Shared};
 use crate::mailbox::Mailbox;
 use crate::{DestinationVmm, LoadFor, Peer, host};
 use building::Builder;
@@ -63,7 +63,7 @@ pub(super) fn run(
     let mut attempt = Attempt {
         shared: Arc::clone(shared),
         machine: Destination::new(now, config, ledger),
-        peer: Peer::of(control.stream()),
+        peer: peer_of(control.stream()),
         control,
         control_open: true,
         events: Arc::clone(events),

@@ -9,8 +9,8 @@ mod listening;
 mod rounds;
 mod shared;
 
-use crate::{DestinationFactory, host};
-use martlet_transport::{Address, Listener, RdmaAccept};
+use crate::{DestinationFactory, Peer, host};
+use martlet_transport::{Address, Listener, RdmaAccept, Stream};
 use martlet_units::ByteCount;
 use shared::Shared;
 use std::sync::Arc;
@@ -30,6 +30,12 @@ pub enum ReceiveStatus {
     Arrived,
     /// The receiver was stopped before a guest arrived.
     Stopped,
+}
+
+/// Who is at the other end.
+fn peer_of(stream: &Stream) -> Peer {
+    let own = rustix::process::geteuid();
+    if stream.peer_user() == Some(own) { Peer::SameUser } else { Peer::Unknown }
 }
 
 /// What a destination takes.

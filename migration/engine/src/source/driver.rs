@@ -12,8 +12,8 @@ use super::lanes::{self, Lanes, Sent};
 use super::shared::Shared;
 use super::switchover::Moments;
 use super::{MigrateOptions, Then};
-use crate::report::{Outcome, Report, Status};
-use crate::{GuestCheck, SourceVmm, chain, host};
+use crate::{Error, Fault, GuestCheck, SourceVmm, chain, host};
+use crate::{Outcome, Report, Status};
 use last_run::LastRun;
 use martlet_policy::{
     AutoConverge, Convergence, Measurements, Pacer, Prediction, default_channels,
@@ -30,7 +30,6 @@ use martlet_wire::control::{
 };
 use martlet_wire::frame::Reader;
 use std::collections::VecDeque;
-use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::{error, info};
@@ -64,15 +63,17 @@ pub(super) fn run(start: Start) {
     // A driver catches its own panics; nobody would hear the end of an attempt that has none.
     let error = match host::guarded(|| connect(start, &ram)) {
         Ok(Ok(driver)) => return driver.run(),
-        Ok(Err(Unconnected::Failed(reason))) | Err(reason) => Some(reason),
+        Ok(Err(Unconnected::Failed(reason))) => Some(Error::new(Fault::Peer, "", reason)),
+        Err(reason) => Some(Error::new(Fault::Host, "", reason)),
         Ok(Err(Unconnected::Cancelled)) => None,
     };
-    info!(error = error.as_deref(), "the migration ended before it began");
+    info!(error = error.as_ref().map(Error::to_line), "the migration ended before it began");
     let (status, outcome) = match error {
         Some(_) => (Status::Failed, Outcome::Failed),
         None => (Status::Cancelled, Outcome::Cancelled),
     };
-    shared.finish(status, Report::not_begun(outcome, error, shared.started));
+    let total = monotonic_now().since(shared.started);
+    shared.finish(status, Report::not_begun(outcome, error, total));
 }
 
 fn connect(start: Start, ram: &Arc<GuestRam>) -> Result<Driver<'_>, Unconnected> {
@@ -340,7 +341,7 @@ impl<'ram> Driver<'ram> {
         self.pending.push_back(event);
     }
 
-    fn host_failed(&mut self, what: &str, error: &dyn Error) {
+    fn host_failed(&mut self, what: &str, error: &dyn std::error::Error) {
         self.tell(SourceEvent::HostFailed { reason: format!("{what}: {}", chain(error)) });
     }
 

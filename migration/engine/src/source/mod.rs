@@ -8,8 +8,8 @@ mod query;
 mod shared;
 mod switchover;
 
-use crate::report::{Progress, Report, Status};
-use crate::{SourceVmm, VmmError, host};
+use crate::{Error, Fault, SourceVmm, host};
+use crate::{Progress, Report, Status};
 use driver::Start;
 use events::Event;
 use martlet_policy::Pacer;
@@ -166,20 +166,20 @@ impl Migration {
     /// Says what became of a migration that is over; if that is undecided, asks the destination
     /// first. `Ok` is `Completed` (the guest has left), `Failed` or `Cancelled` (it is here). `Err`
     /// says why it is still open. Several at once get the same answer.
-    pub fn resolve(&self) -> Result<Status, VmmError> {
+    pub fn resolve(&self) -> Result<Status, Error> {
         let ask = || self.shared.events.post(Event::Resolve);
         self.shared
             .wait_settled(RESOLVE_MAX, ask)
-            .map_err(|reason| VmmError { action: "resolve the migration".to_owned(), reason })
+            .map_err(|reason| Error::new(Fault::Peer, "resolve the migration", reason))
     }
 
     /// Ends an undecided migration by the word of its operator, for a destination that is gone for
     /// good: `Failed` (the guest runs here again) or `GivenUp`. The destination is asked first, and
     /// if the process that got the commit answers, that counts: then as [`Migration::resolve`].
-    pub fn override_undecided(&self, by: OperatorOverride) -> Result<Status, VmmError> {
+    pub fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error> {
         let tell = || self.shared.events.post(Event::Override(by));
         self.shared
             .wait_settled(RESOLVE_MAX, tell)
-            .map_err(|reason| VmmError { action: "override the migration".to_owned(), reason })
+            .map_err(|reason| Error::new(Fault::Peer, "override the migration", reason))
     }
 }

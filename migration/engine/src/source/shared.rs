@@ -2,7 +2,7 @@
 
 use super::events::Event;
 use crate::mailbox::Mailbox;
-use crate::report::{PageCounts, Progress, RdmaUse, Report, Status};
+use crate::{Error, PageCounts, Progress, RdmaUse, Report, Status};
 use martlet_transport::Wake;
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -178,8 +178,9 @@ impl Shared {
             match inner.progress.status {
                 Status::Undecided if inner.answers == before => {}
                 Status::Undecided => {
-                    let reason = inner.unanswered.as_ref().or(inner.progress.error.as_ref());
-                    return Err(reason.cloned().unwrap_or_else(|| "no reason given".to_owned()));
+                    let reason = inner.unanswered.clone();
+                    let reason = reason.or(inner.progress.error.as_ref().map(Error::to_line));
+                    return Err(reason.unwrap_or_else(|| "no reason given".to_owned()));
                 }
                 status if status.is_final() => return Ok(status),
                 _ => return Err("the migration is still under way".to_owned()),

@@ -1,6 +1,6 @@
 //! The switchover's times, and what they say about the blackout.
 
-use crate::report::{Network, Phases, Side, Span};
+use crate::{Network, Phases, Side, Span};
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Committed, DevicesAlive};
 use std::time::Duration;

@@ -3,8 +3,8 @@
 // UNSAFETY: the fake guest writes its memory through the region's pointers, as vCPUs do.
 
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, GuestCheck, LoadFor, Paused, Rehearsal,
-    RunState, SourceVmm, VmmError,
+    BuildRequest, DestinationFactory, DestinationVmm, Error, GuestCheck, LoadFor, Paused,
+    Rehearsal, Report, RunState, SourceVmm,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::testing::Spoiled;
@@ -286,8 +286,13 @@ impl FakeVmm {
     }
 }
 
-fn error(action: &str) -> VmmError {
-    VmmError { action: action.to_owned(), reason: "asked to fail".to_owned() }
+/// Why it did not move the guest, as people read it.
+pub fn line(report: &Report) -> Option<String> {
+    report.error.as_ref().map(Error::to_line)
+}
+
+fn error(action: &'static str) -> Error {
+    Error::vmm(action, "asked to fail")
 }
 
 struct Tracker(Arc<RamBitmap>);
@@ -325,7 +330,7 @@ impl SourceVmm for FakeVmm {
         Ok(Box::new(Tracker(Arc::clone(&self.dirty))))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, VmmError> {
+    fn rehearse(&self) -> Result<Rehearsal, Error> {
         let number = self.rehearsals.fetch_add(1, Ordering::SeqCst);
         let slow = number < self.slow_rehearsals.load(Ordering::SeqCst);
         Ok(Rehearsal {
@@ -343,7 +348,7 @@ impl SourceVmm for FakeVmm {
         self.device.suspend_request.store(true, Ordering::SeqCst);
     }
 
-    fn wait_suspended(&self) -> Result<(), VmmError> {
+    fn wait_suspended(&self) -> Result<(), Error> {
         if self.device.fail_suspend.load(Ordering::SeqCst) {
             self.resume_device();
             return Err(error("suspend card 0"));
@@ -362,7 +367,7 @@ impl SourceVmm for FakeVmm {
         self.stop_request.store(true, Ordering::SeqCst);
     }
 
-    fn wait_paused(&self) -> Result<Paused, VmmError> {
+    fn wait_paused(&self) -> Result<Paused, Error> {
         self.wait_out();
         if let Some(stopped) = &*self.at_stop.lock().unwrap() {
             stopped.store(true, Ordering::SeqCst);
@@ -386,7 +391,7 @@ impl SourceVmm for FakeVmm {
         Ok(Paused { permit, was })
     }
 
-    fn take_state(&self) -> Result<Vec<u8>, VmmError> {
+    fn take_state(&self) -> Result<Vec<u8>, Error> {
         if self.fail_save.load(Ordering::SeqCst) {
             return Err(error("save"));
         }
@@ -423,7 +428,7 @@ impl DestinationVmm for FakeVmm {
         Arc::clone(&self.ram)
     }
 
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, VmmError> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
         let (counters, []) = state.as_chunks::<8>() else { return Err(error("load")) };
         let &[guest, device] = counters else { return Err(error("load")) };
         if self.fail_load.load(Ordering::SeqCst) {
@@ -441,7 +446,7 @@ impl DestinationVmm for FakeVmm {
         self.let_run(permit, state);
     }
 
-    fn resume_devices(&self) -> Result<(), VmmError> {
+    fn resume_devices(&self) -> Result<(), Error> {
         assert!(self.holds_permit(), "vCPUs are first");
         while self.hold_resume.load(Ordering::SeqCst) {
             std::thread::yield_now();
@@ -509,7 +514,7 @@ impl DestinationVmm for Large {
         DestinationVmm::ram(&*self.vmm)
     }
 
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error> {
         self.vmm.load_state(state, what_for)
     }
 
@@ -521,7 +526,7 @@ impl DestinationVmm for Large {
         self.vmm.start(permit, state);
     }
 
-    fn resume_devices(&self) -> Result<(), VmmError> {
+    fn resume_devices(&self) -> Result<(), Error> {
         self.vmm.resume_devices()
     }
 
@@ -535,7 +540,7 @@ impl DestinationVmm for Large {
 }
 
 impl DestinationFactory for FakeFactory {
-    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError> {
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
         assert_eq!((request.description, request.layout), (&b"fake"[..], &layout()[..]));
         if self.refuse.load(Ordering::SeqCst) {
             return Err(error("build"));

@@ -2,7 +2,7 @@
 
 use super::super::events::Event;
 use super::Attempt;
-use crate::vmm::BuildRequest;
+use crate::BuildRequest;
 use crate::{DestinationVmm, host};
 use martlet_protocol::DestinationEvent;
 use martlet_units::{ByteCount, PAGE_SIZE};
@@ -48,7 +48,7 @@ impl Attempt {
                 let description = &setup.machine;
                 let is_cancelled = &is_cancelled;
                 let request = BuildRequest { description, layout: &layout, peer, is_cancelled };
-                let vmm = factory.build(&request).map_err(|error| error.to_string())?;
+                let vmm = factory.build(&request).map_err(|error| error.to_line())?;
                 assert!(vmm.ram().layout() == layout, "the factory builds what it is told to");
                 Ok(vmm)
             });

@@ -32,7 +32,7 @@ impl Attempt {
                 load_ns: nanos(end.since(begin)),
                 start_ns: nanos(start),
             },
-            Err(error) => DestinationEvent::LoadFailed { reason: error.to_string() },
+            Err(error) => DestinationEvent::LoadFailed { reason: error.to_line() },
         };
         self.tell(event);
     }
@@ -99,7 +99,7 @@ impl Attempt {
         }
         let Some(vmm) = &self.vmm else { return };
         let begin = monotonic_now();
-        let trouble = vmm.resume_devices().err().map(|error| crate::chain(&error));
+        let trouble = vmm.resume_devices().err().map(|error| error.to_line());
         if let Some(trouble) = &trouble {
             warn!(%trouble, "a device does not work here");
         }

@@ -1,7 +1,7 @@
 //! What the source does while the guest is stopped.
 
 use super::{Driver, SETTLE};
-use crate::report::Status;
+use crate::Status;
 use crate::source::events::Event;
 use crate::source::switchover::Moments;
 use crate::{RunState, host};

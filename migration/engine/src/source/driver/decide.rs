@@ -1,7 +1,7 @@
 //! What is measured while the guest runs, and what follows from it.
 
 use super::{Driver, Then};
-use crate::report::Outrun;
+use crate::Outrun;
 use martlet_policy::{self as policy, AutoConverge, RoundResult, predict};
 use martlet_protocol::{Decision, SourceEvent};
 use martlet_transport::monotonic_now;

@@ -1,11 +1,11 @@
 //! How an attempt ends: its report, the tidying up, and the questions about an undecided one.
 
 use super::Driver;
-use crate::report::{Outcome, Phases, Report, Status};
 use crate::source::events::Event;
 use crate::source::lanes::Lanes;
 use crate::source::query;
 use crate::source::switchover::{self, Remote};
+use crate::{Error, Fault, Outcome, Phases, Report, Status};
 use crate::{chain, host};
 use martlet_protocol::{Failure, SourceEvent, SourceOutcome, SourcePhase};
 use martlet_transport::monotonic_now;
@@ -28,11 +28,12 @@ impl Driver<'_> {
     pub(super) fn finish(&mut self) {
         let outcome = self.outcome.take().expect("only called with an outcome");
         let (status, outcome, error) = self.conclude(outcome);
-        info!(?outcome, error = error.as_deref(), "the migration ended");
+        info!(?outcome, error = error.as_ref().map(Error::to_line), "the migration ended");
         let is_reported =
             self.guarded(|driver| driver.write_report(status, outcome, error.clone()));
         if !is_reported {
-            let report = Report::not_begun(outcome, error, self.shared.started);
+            let total = monotonic_now().since(self.shared.started);
+            let report = Report::not_begun(outcome, error, total);
             self.shared.finish(status, report);
         }
         self.guarded(|driver| {
@@ -45,7 +46,7 @@ impl Driver<'_> {
         });
     }
 
-    fn conclude(&mut self, outcome: SourceOutcome) -> (Status, Outcome, Option<String>) {
+    fn conclude(&mut self, outcome: SourceOutcome) -> (Status, Outcome, Option<Error>) {
         match outcome {
             SourceOutcome::Completed { committed, alive } => {
                 self.committed = committed.or(self.committed);
@@ -57,23 +58,25 @@ impl Driver<'_> {
                 if reason == Failure::MemoryDiffers {
                     self.memory_equal = Some(false);
                 }
-                (Status::Failed, Outcome::Failed, Some(chain(&reason)))
+                (Status::Failed, Outcome::Failed, Some(reason.into()))
             }
             SourceOutcome::Cancelled => {
                 let reason = self.cancelled_because.take();
-                (Status::Cancelled, Outcome::Cancelled, reason)
+                let error = reason.map(|reason| Error::new(Fault::Cancelled, "", reason));
+                (Status::Cancelled, Outcome::Cancelled, error)
             }
             SourceOutcome::GivenUp => {
                 let reason = "given up by its operator: where the guest is, is not known here";
-                (Status::GivenUp, Outcome::GivenUp, Some(reason.to_owned()))
+                (Status::GivenUp, Outcome::GivenUp, Some(Error::new(Fault::Peer, "", reason)))
             }
             SourceOutcome::Undecided { reason } => {
-                (Status::Undecided, Outcome::Undecided, Some(chain(&reason)))
+                let error = Error::new(Fault::Peer, "", chain(&reason));
+                (Status::Undecided, Outcome::Undecided, Some(error))
             }
         }
     }
 
-    fn write_report(&mut self, status: Status, outcome: Outcome, error: Option<String>) {
+    fn write_report(&mut self, status: Status, outcome: Outcome, error: Option<Error>) {
         self.publish();
         let total = self.total.unwrap_or_else(|| monotonic_now().since(self.shared.started));
         self.last_run = None;
@@ -95,7 +98,7 @@ impl Driver<'_> {
         self.shared.finish(status, report);
     }
 
-    fn report(&self, outcome: Outcome, error: Option<String>, total: Duration) -> Report {
+    fn report(&self, outcome: Outcome, error: Option<Error>, total: Duration) -> Report {
         let remote = self.remote();
         let moments = self.moments.as_ref();
         let phases = moments

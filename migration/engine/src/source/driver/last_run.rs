@@ -2,7 +2,7 @@
 //! this thread has to hear the clock and the owner meanwhile.
 
 use super::{Driver, Kind, LAST_PAGES_INLINE_MAX};
-use crate::report::Status;
+use crate::Status;
 use crate::source::events::Event;
 use crate::source::lanes::{Lanes, Sending};
 use martlet_protocol::SourceEvent;

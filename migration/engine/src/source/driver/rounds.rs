@@ -1,7 +1,7 @@
 //! Channels and rounds: what is handed to the lanes, and how far it has come.
 
 use super::{Driver, FEED_BURST, Kind, Round};
-use crate::report::Status;
+use crate::Status;
 use crate::source::connecting;
 use crate::source::lanes::{Common, Lanes, LastRun};
 use martlet_protocol::SourceEvent;

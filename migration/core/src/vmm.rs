@@ -1,22 +1,12 @@
-//! What the engine needs of a VMM. `martlet-machine` is one that provides it.
+//! What a migration needs of a VMM. `martlet-machine` is one that provides it.
 
+use crate::{Error, Fault};
 use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
-use martlet_transport::Stream;
 use martlet_units::{ClockOffset, Instant, PageRange};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-
-/// Why a VMM could not do what the engine asked. Before the commit the attempt is abandoned.
-#[derive(Debug, thiserror::Error)]
-#[error("{action}: {reason}")]
-pub struct VmmError {
-    /// What was being done, e.g. `load the state of vCPU 3`.
-    pub action: String,
-    /// Why it failed, as one line with the values concerned.
-    pub reason: String,
-}
 
 /// Whether a guest runs or is paused by its owner. A paused guest stays paused across a
 /// migration, whether that succeeds or fails.
@@ -98,7 +88,7 @@ pub trait SourceVmm: Send + Sync {
 
     /// Makes every vCPU leave and re-enter the guest once, saving its state in between, and
     /// measures that. The guest loses a fraction of a millisecond.
-    fn rehearse(&self) -> Result<Rehearsal, VmmError>;
+    fn rehearse(&self) -> Result<Rehearsal, Error>;
 
     /// Takes this share of a running guest's time away, 0 to 99 per cent.
     fn set_throttle(&self, percent: u8);
@@ -110,7 +100,7 @@ pub trait SourceVmm: Send + Sync {
 
     /// Returns when no such device touches guest memory any more, and what they wrote is known to
     /// dirty tracking. On an error all of them have been set going again and the guest runs on.
-    fn wait_suspended(&self) -> Result<(), VmmError> {
+    fn wait_suspended(&self) -> Result<(), Error> {
         Ok(())
     }
 
@@ -119,11 +109,11 @@ pub trait SourceVmm: Send + Sync {
 
     /// Returns when no vCPU runs any more: dirty tracking is final from here. The saving may
     /// still go on. On an error the guest and its devices have been set running again as they were.
-    fn wait_paused(&self) -> Result<Paused, VmmError>;
+    fn wait_paused(&self) -> Result<Paused, Error>;
 
     /// Waits for the vCPUs' own saving, adds the VM's and devices' state and returns all of it.
     /// Only between `wait_paused` and `resume`.
-    fn take_state(&self) -> Result<Vec<u8>, VmmError>;
+    fn take_state(&self) -> Result<Vec<u8>, Error>;
 
     /// Gives the permit back; the guest goes on as it was, first its vCPUs, then its devices. The
     /// source's way out of every failure before the commit.
@@ -154,13 +144,6 @@ pub enum Peer {
     Unknown,
 }
 
-impl Peer {
-    pub(crate) fn of(stream: &Stream) -> Peer {
-        let own = rustix::process::geteuid();
-        if stream.peer_user() == Some(own) { Peer::SameUser } else { Peer::Unknown }
-    }
-}
-
 /// What a source asks for. All of it may come from anybody.
 #[derive(Clone, Copy, Debug)]
 pub struct BuildRequest<'a> {
@@ -176,10 +159,10 @@ pub struct BuildRequest<'a> {
 
 impl BuildRequest<'_> {
     /// An error once nobody needs the machine any more: call it between the steps of building it.
-    pub fn check_wanted(&self) -> Result<(), VmmError> {
+    pub fn check_wanted(&self) -> Result<(), Error> {
         if self.is_cancelled.load(Ordering::Relaxed) {
-            let reason = "the migration has ended meanwhile".to_owned();
-            return Err(VmmError { action: "build the machine".to_owned(), reason });
+            let reason = "the migration has ended meanwhile";
+            return Err(Error::new(Fault::Cancelled, "build the machine", reason));
         }
         Ok(())
     }
@@ -190,7 +173,7 @@ pub trait DestinationFactory: Send + Sync {
     /// Checks the description against this host and builds everything: memory of this layout,
     /// vCPUs, devices, threads. Nothing may be left for the blackout but loading the state. Called
     /// on a thread that may take its time, for one migration at a time.
-    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, VmmError>;
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error>;
 }
 
 /// What a state is loaded for.
@@ -221,7 +204,7 @@ pub trait DestinationVmm: Send + Sync {
     /// Loads a state into the waiting vCPUs and devices, all vCPUs at once. The state comes from
     /// the peer: anything may be in it. Guest memory is afterwards as it was before. Returns how
     /// long entering and leaving a vCPU took afterwards, as a measure of what `start` will take.
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, VmmError>;
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error>;
 
     /// The blackout is near: the threads of the vCPUs stay awake from now on, yielding, for at
     /// most `limit`.
@@ -233,7 +216,7 @@ pub trait DestinationVmm: Send + Sync {
     /// Sets all devices going, together, and waits until they do; right after `start`, and also
     /// for a guest that stays paused, whose devices then stay as they are. The guest has arrived
     /// whatever comes of this: an error says which device does not work.
-    fn resume_devices(&self) -> Result<(), VmmError> {
+    fn resume_devices(&self) -> Result<(), Error> {
         Ok(())
     }
 

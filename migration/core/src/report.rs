@@ -1,8 +1,8 @@
 //! What a migration tells its owner: progress while it runs, a report at the end.
 
-use crate::GuestCheck;
+use crate::{Error, GuestCheck};
 use martlet_policy::Prediction;
-use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use std::time::Duration;
 
 /// Where a migration stands, in QEMU's words where QEMU has one.
@@ -82,8 +82,8 @@ pub struct Progress {
     pub throttle_percent: u8,
     /// Pages by what was done with them.
     pub pages: PageCounts,
-    /// Why it failed, in one line.
-    pub error: Option<String>,
+    /// Why it did not move the guest.
+    pub error: Option<Error>,
 }
 
 /// A guest that is faster than its link.
@@ -98,7 +98,7 @@ pub struct Outrun {
 impl Outrun {
     /// Whether another round is no better than the last: the guest dirties 90 % or more of what
     /// the link carries. A page that is dirtied twice counts once, so it can't be much above.
-    pub(crate) fn gains_nothing(&self) -> bool {
+    pub fn gains_nothing(&self) -> bool {
         self.dirties.0.saturating_mul(10) >= self.carries.0.saturating_mul(9)
     }
 }
@@ -197,8 +197,8 @@ pub struct RdmaUse {
 pub struct Report {
     /// How it ended.
     pub outcome: Outcome,
-    /// Why it failed, in one line.
-    pub error: Option<String>,
+    /// Why it did not move the guest.
+    pub error: Option<Error>,
     /// From the call until the destination's acknowledgement.
     pub total: Duration,
     /// Last heartbeat at the source to the first at the destination when both hosts are one, else
@@ -239,12 +239,12 @@ pub struct Report {
 }
 
 impl Report {
-    /// The report of an attempt that ended before anything was sent.
-    pub(crate) fn not_begun(outcome: Outcome, error: Option<String>, started: Instant) -> Report {
+    /// The report of an attempt that ended, after `total`, before anything was sent.
+    pub fn not_begun(outcome: Outcome, error: Option<Error>, total: Duration) -> Report {
         Report {
             outcome,
             error,
-            total: martlet_transport::monotonic_now().since(started),
+            total,
             blackout: None,
             clock_error: Duration::ZERO,
             wall_clock_difference_ns: None,

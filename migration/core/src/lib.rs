@@ -1,0 +1,17 @@
+//! What both sides of a migration decide, without threads, sockets, files or clock; and what they
+//! need of a VMM.
+//!
+//! `martlet-engine` drives it in a process and is what a VMM uses; it re-exports what concerns one.
+
+mod error;
+mod report;
+mod vmm;
+
+pub use error::{Error, Fault};
+pub use report::{
+    Network, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+};
+pub use vmm::{
+    BuildRequest, DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused,
+    Peer, Rehearsal, RunState, SourceVmm,
+};
