@@ -15,6 +15,8 @@ pub(super) enum Event {
     ChannelsOpened(Result<Vec<Stream>, String>),
     /// One lane sent everything of a round, and the barrier behind it.
     BarrierSent { round: u32 },
+    /// A lane that had no room for a chunk has some now.
+    LaneRoom,
     /// The digest of this side's memory.
     Digested(io::Result<[u8; 32]>),
     /// A lane can't go on.

@@ -2,6 +2,7 @@
 //! [`rdma`] by queue pairs.
 
 mod pages;
+mod queue;
 mod rdma;
 
 use super::events::Event;
@@ -17,10 +18,6 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-
-/// Chunks that may wait for one lane. Few, so that a page is read soon after it was rearmed: what
-/// the guest writes in between would only be sent again.
-const QUEUE_CHUNKS: usize = 8;
 
 /// A lane that waits for its turn looks this often whether something has changed.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
@@ -201,7 +198,8 @@ impl Lanes {
         }
     }
 
-    /// Hands a chunk to its lane, or gives it back if that lane has enough to do.
+    /// Hands a chunk to its lane, or gives it back if that lane has enough to do:
+    /// [`Event::LaneRoom`] says when it has room again.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
         match self {
             Lanes::Pages(lanes) => lanes.offer(chunk),
@@ -214,7 +212,7 @@ impl Lanes {
     /// and only when the one before has ended everywhere: so there is always a place for it.
     pub(super) fn barrier(&self, round: u32, last: bool) {
         match self {
-            Lanes::Pages(lanes) => lanes.barrier(round),
+            Lanes::Pages(lanes) => lanes.barrier(round, last),
             Lanes::Rdma(lane) => lane.barrier(round, last),
         }
     }

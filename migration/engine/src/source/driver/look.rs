@@ -9,8 +9,8 @@ use martlet_transport::{monotonic_now, wait_any};
 use rustix::event::{PollFd, PollFlags};
 use std::time::Duration;
 
-/// While a round is handed out, the driver looks again this soon for room in the lanes.
-const FEED_INTERVAL: Duration = Duration::from_micros(250);
+/// While a round is being sent, its owner is shown this often how far it is.
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// With nothing to wait for, the driver still looks this often.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
@@ -65,8 +65,12 @@ impl Driver<'_> {
         if let Some((at, _)) = self.due {
             limit = limit.min(at.since(now));
         }
-        if self.is_handing_out() {
-            limit = if self.lanes_full { limit.min(FEED_INTERVAL) } else { Duration::ZERO };
+        if self.round.is_some_and(|round| round.took.is_none()) {
+            limit = limit.min(PUBLISH_INTERVAL);
+        }
+        // Full lanes tell when they have room.
+        if self.is_handing_out() && !self.lanes_full {
+            limit = Duration::ZERO;
         }
         if let Some(at) = self.ask_at() {
             limit = limit.min(at.since(now));
@@ -96,9 +100,10 @@ impl Driver<'_> {
 
     pub(super) fn on_own_event(&mut self, event: Event) {
         match event {
-            // Connected once, before there was a driver. The owner's wishes are looked at apart.
             Event::GuestEnded { reason } => self.tell(SourceEvent::HostFailed { reason }),
-            Event::Connected(_) | Event::Owner => {}
+            // Connected once, before there was a driver. The owner's wishes are looked at apart, and
+            // chunks are handed out at every step.
+            Event::Connected(_) | Event::Owner | Event::LaneRoom => {}
             Event::ChannelsOpened(opened) => self.on_channels(opened),
             Event::BarrierSent { round } => {
                 let Some(current) = &mut self.round else { return };

@@ -4,10 +4,10 @@
 //! pages and sends the rest straight from guest memory. In the blackout the driver may do a small
 //! last run on the lanes itself: a thread's wake-up would cost more than the pages.
 
-use super::{Common, LaneThread, QUEUE_CHUNKS, Sending};
+use super::queue::{Inbox, Queue, Work, queue};
+use super::{Common, LaneThread, Sending};
 use crate::host;
 use crate::source::events::Event;
-use crossbeam_channel::{Receiver, Sender, TrySendError};
 use martlet_ram::{Chunk, ChunkBits, GuestRam, PageBatch, Pushed, ZeroFinder, ZeroFinders};
 use martlet_transport::{PageSender, Partly, Stream};
 use martlet_units::ByteCount;
@@ -16,11 +16,6 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-
-enum Work {
-    Chunk(Chunk),
-    Barrier(u32),
-}
 
 /// The channel of a lane, used by its thread, or by the driver while the thread has no work.
 pub(super) struct Lane {
@@ -38,7 +33,7 @@ impl Lane {
 
 struct Handle {
     lane: Arc<Mutex<Lane>>,
-    queue: Sender<Work>,
+    queue: Queue,
     thread: JoinHandle<()>,
     breaker: Stream,
 }
@@ -68,7 +63,7 @@ impl PageLanes {
     fn start_lane(&self, stream: Stream, finder: Box<dyn ZeroFinder>) -> io::Result<Handle> {
         let breaker = stream.try_clone()?;
         let lane = Arc::new(Mutex::new(Lane::new(stream, 0)));
-        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS + 1);
+        let (queue, work) = queue();
         let thread = {
             let (lane, common) = (Arc::clone(&lane), Arc::clone(&self.common));
             host::spawn("martlet-send", move || run(&lane, &work, &common, finder))?
@@ -82,30 +77,12 @@ impl PageLanes {
 
     /// Hands a chunk to its lane, or gives it back if that lane has enough to do.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        let queue = &self.lane_of(&chunk).queue;
-        if queue.len() >= QUEUE_CHUNKS {
-            return Err(chunk);
-        }
-        match queue.try_send(Work::Chunk(chunk)) {
-            Ok(()) => Ok(()),
-            // A lane whose thread ended has posted why; the driver will come to that.
-            Err(
-                TrySendError::Full(Work::Chunk(chunk))
-                | TrySendError::Disconnected(Work::Chunk(chunk)),
-            ) => Err(chunk),
-            Err(_) => unreachable!("a chunk was offered"),
-        }
+        self.lane_of(&chunk).queue.offer(chunk)
     }
 
     /// Ends a round on every lane: each sends its barrier behind its last page and says so.
-    pub(super) fn barrier(&self, round: u32) {
-        for handle in &self.lanes {
-            match handle.queue.try_send(Work::Barrier(round)) {
-                // A lane whose thread ended has posted why.
-                Ok(()) | Err(TrySendError::Disconnected(_)) => {}
-                Err(TrySendError::Full(_)) => unreachable!("a round ends once"),
-            }
-        }
+    pub(super) fn barrier(&self, round: u32, last: bool) {
+        self.lanes.iter().for_each(|handle| handle.queue.barrier(round, last));
     }
 
     pub(super) fn common(&self) -> &Common {
@@ -339,12 +316,7 @@ impl Outgoing<'_, '_> {
 }
 
 /// A lane's thread: ends when the queue is dropped or the channel breaks.
-fn run(
-    lane: &Mutex<Lane>,
-    work: &Receiver<Work>,
-    common: &Common,
-    mut finder: Box<dyn ZeroFinder>,
-) {
+fn run(lane: &Mutex<Lane>, work: &Inbox, common: &Common, mut finder: Box<dyn ZeroFinder>) {
     let _told = LaneThread(common);
     if let Err(error) = serve(lane, work, common, finder.as_mut()) {
         common.lose_lane("a data channel broke", &error);
@@ -353,14 +325,14 @@ fn run(
 
 fn serve(
     lane: &Mutex<Lane>,
-    work: &Receiver<Work>,
+    work: &Inbox,
     common: &Common,
     finder: &mut dyn ZeroFinder,
 ) -> io::Result<()> {
     let ram = Arc::clone(&common.ram);
     let mut batch = PageBatch::new(&ram);
     let mut outgoing = Outgoing { common, batch: &mut batch, pace: Pace::Limited };
-    for item in work {
+    while let Some(item) = work.take(&common.shared) {
         outgoing.batch.limit_payload(common.piece());
         let mut lane = lock(lane);
         match item {
@@ -374,7 +346,7 @@ fn serve(
                     outgoing.flush(&mut lane)?;
                 }
             }
-            Work::Barrier(round) => {
+            Work::Barrier { round, .. } => {
                 outgoing.collect(&mut lane, finder, 0)?;
                 outgoing.flush(&mut lane)?;
                 outgoing.barrier(&mut lane, round)?;

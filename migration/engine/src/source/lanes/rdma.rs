@@ -8,10 +8,11 @@
 mod state;
 
 use super::pages::Pace;
-use super::{Common, LaneThread, QUEUE_CHUNKS, Sending};
+use super::queue::{Inbox, Queue, Work, queue};
+use super::{Common, LaneThread, Sending};
 use crate::host;
 use crate::source::events::Event;
-use crossbeam_channel::{Receiver, Sender, TryRecvError, TrySendError};
+use crossbeam_channel::TryRecvError;
 use martlet_ram::{Chunk, GuestRam, PageBatch, RamBitmap, ZeroFinder, ZeroFinders};
 use martlet_transport::{RdmaSender, Stream, Wake, wait_any};
 use rustix::event::{PollFd, PollFlags};
@@ -32,17 +33,12 @@ const TURN_MAX: Duration = Duration::from_millis(20);
 /// Steps of the driver with a last run before it looks at everything else.
 const STEPS_MAX: usize = 64;
 
-enum Work {
-    Chunk(Chunk),
-    Barrier { round: u32, last: bool },
-}
-
 /// The lane, its thread and its queue.
 pub(in crate::source) struct RdmaLane {
     common: Arc<Common>,
     gate: Arc<Gate>,
     state: Arc<Mutex<State>>,
-    queue: Sender<Work>,
+    queue: Queue,
     thread: JoinHandle<()>,
     breaker: Stream,
 }
@@ -86,7 +82,7 @@ impl RdmaLane {
             told_device: false,
             rounds_done: 0,
         }));
-        let (queue, work) = crossbeam_channel::bounded(QUEUE_CHUNKS + 1);
+        let (queue, work) = queue();
         let thread = {
             let (state, gate, common) =
                 (Arc::clone(&state), Arc::clone(&gate), Arc::clone(&common));
@@ -96,29 +92,13 @@ impl RdmaLane {
     }
 
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        if self.queue.len() >= QUEUE_CHUNKS {
-            return Err(chunk);
-        }
-        match self.queue.try_send(Work::Chunk(chunk)) {
-            Ok(()) => {
-                self.gate.wake.raise();
-                Ok(())
-            }
-            // A thread that ended has posted why; the driver will come to that.
-            Err(
-                TrySendError::Full(Work::Chunk(chunk))
-                | TrySendError::Disconnected(Work::Chunk(chunk)),
-            ) => Err(chunk),
-            Err(_) => unreachable!("a chunk was offered"),
-        }
+        self.queue.offer(chunk)?;
+        self.gate.wake.raise();
+        Ok(())
     }
 
     pub(super) fn barrier(&self, round: u32, last: bool) {
-        match self.queue.try_send(Work::Barrier { round, last }) {
-            // A thread that ended has posted why.
-            Ok(()) | Err(TrySendError::Disconnected(_)) => {}
-            Err(TrySendError::Full(_)) => unreachable!("a round ends once"),
-        }
+        self.queue.barrier(round, last);
         self.gate.wake.raise();
     }
 
@@ -213,7 +193,7 @@ impl<'ram> LastRun<'ram> {
 fn run(
     state: &Mutex<State>,
     gate: &Gate,
-    work: &Receiver<Work>,
+    work: &Inbox,
     common: &Common,
     mut finder: Box<dyn ZeroFinder>,
 ) {
@@ -228,7 +208,7 @@ fn run(
 fn serve(
     state: &Mutex<State>,
     gate: &Gate,
-    work: &Receiver<Work>,
+    work: &Inbox,
     common: &Common,
     finder: &mut dyn ZeroFinder,
 ) -> io::Result<()> {
@@ -278,7 +258,7 @@ fn serve(
 /// once nobody can send more.
 fn take_work(
     state: &mut State,
-    work: &Receiver<Work>,
+    work: &Inbox,
     common: &Common,
     batch: &mut PageBatch<'_>,
     finder: &mut dyn ZeroFinder,
@@ -294,7 +274,7 @@ fn take_work(
             io::Result::Ok(())
         };
     while state.has_room() {
-        match work.try_recv() {
+        match work.try_take(&common.shared) {
             Ok(Work::Chunk(chunk)) => {
                 let room_for_one = finder.depth() - 1;
                 collect(state, batch, finder, room_for_one)?;
@@ -317,7 +297,7 @@ fn take_work(
 }
 
 /// Waits for work, for the device, for the destination or for the pace.
-fn wait(state: &mut State, gate: &Gate, work: &Receiver<Work>, common: &Common) -> io::Result<()> {
+fn wait(state: &mut State, gate: &Gate, work: &Inbox, common: &Common) -> io::Result<()> {
     gate.wake.lower();
     // What raised it before is looked at now.
     if *lock(&gate.taken_over) || (state.has_room() && !work.is_empty()) {
