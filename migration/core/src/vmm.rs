@@ -213,6 +213,11 @@ pub trait DestinationVmm: Send + Sync {
     /// Runs the guest, or leaves it paused. Its devices are not waited for.
     fn start(&self, permit: RunPermit, state: RunState);
 
+    /// How many devices [`DestinationVmm::resume_devices`] has to wait for.
+    fn devices(&self) -> usize {
+        0
+    }
+
     /// Sets all devices going, together, and waits until they do; right after `start`, and also
     /// for a guest that stays paused, whose devices then stay as they are. The guest has arrived
     /// whatever comes of this: an error says which device does not work.

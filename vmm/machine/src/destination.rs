@@ -169,6 +169,10 @@ impl DestinationVmm for Incoming {
         *lock(&self.arrived) = Some(Arc::clone(&self.machine));
     }
 
+    fn devices(&self) -> usize {
+        self.machine.nics.frame_times().count()
+    }
+
     fn resume_devices(&self) -> Result<(), Error> {
         let resumed = self.machine.nics.resume();
         resumed.map_err(|why| Error::new(Fault::Device, "resume the devices", why))

@@ -145,6 +145,7 @@ impl Attempt {
             } else {
                 self.sleep()
             }
+            self.show_fate();
             self.look_for_heartbeat(monotonic_now());
         }
     }
@@ -155,7 +156,7 @@ impl Attempt {
         self.speak();
     }
 
-    /// Sends what was queued, as far as there is room, and then shows what is decided.
+    /// Sends what was queued, as far as there is room.
     fn speak(&mut self) {
         if let Err(error) = self.control.flush() {
             // What the source said before it went comes first: it may be the commit.
@@ -165,12 +166,12 @@ impl Attempt {
         if self.control.unsent() > UNSENT_BYTES_MAX {
             self.lose_control("the source takes no messages".to_owned());
         }
-        self.show_fate();
     }
 
-    /// Tells those who ask, and the owner, as soon as it is decided what becomes of the guest.
-    /// Behind the flush: the source comes first.
-    fn show_fate(&mut self) {
+    /// Tells those who ask, and the owner, what becomes of the guest once that is decided. Behind
+    /// the next wait, which is short then: vCPUs that were just started may wait for this thread's
+    /// processor, and whom this wakes would take it before them.
+    pub(super) fn show_fate(&mut self) {
         if self.is_decided {
             return;
         }

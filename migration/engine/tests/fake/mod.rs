@@ -446,6 +446,10 @@ impl DestinationVmm for FakeVmm {
         self.let_run(permit, state);
     }
 
+    fn devices(&self) -> usize {
+        1
+    }
+
     fn resume_devices(&self) -> Result<(), Error> {
         assert!(self.holds_permit(), "vCPUs are first");
         while self.hold_resume.load(Ordering::SeqCst) {
@@ -524,6 +528,10 @@ impl DestinationVmm for Large {
 
     fn start(&self, permit: RunPermit, state: RunState) {
         self.vmm.start(permit, state);
+    }
+
+    fn devices(&self) -> usize {
+        self.vmm.devices()
     }
 
     fn resume_devices(&self) -> Result<(), Error> {

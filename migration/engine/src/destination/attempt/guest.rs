@@ -86,7 +86,9 @@ impl Attempt {
         let now = monotonic_now();
         vmm.start(permit, state);
         self.tell(DestinationEvent::Started { at: now });
-        self.fall_asleep();
+        // The channels stay taken over: nothing comes by them any more, and their threads, woken now,
+        // would keep the vCPUs from running.
+        self.awake_until = None;
         self.devices_wait = true;
         self.heartbeat_until = Some(if running { now.after(HEARTBEAT_MAX) } else { now });
     }
@@ -96,6 +98,11 @@ impl Attempt {
     pub(super) fn resume_devices(&mut self) {
         if !std::mem::take(&mut self.devices_wait) {
             return;
+        }
+        let Some(vmm) = &self.vmm else { return };
+        if vmm.devices() > 0 {
+            // Whoever waits for the guest does not wait for them.
+            self.show_fate();
         }
         let Some(vmm) = &self.vmm else { return };
         let begin = monotonic_now();
