@@ -8,7 +8,29 @@
 //! made installs a handler of SIGBUS, once. It passes on what is not about guest memory to the one
 //! before it; a VMM that installs its own later passes on likewise what it does not know.
 
-pub use martlet_protocol::{OperatorOverride, OperatorsWord};
+// What the names above and below are made of: a VMM needs no other crate of martlet's.
+pub use martlet_policy::Prediction;
+pub use martlet_protocol::{OperatorOverride, OperatorsWord, RunPermit};
+#[cfg(feature = "vm-memory")]
+pub use martlet_ram::VmMemoryPages;
+pub use martlet_ram::{
+    AccessError, Backing, CpuFinders, DirtyMarker, DirtySource, GuestRam, LostPage, MarkedPages,
+    PageBitmap, RamBitmap, RamError, RamRegion, RegionFile, RegionIndex, TrackError, Tracker,
+    ZeroCheck, ZeroFinder, ZeroFinders, mark_touched,
+};
+pub use martlet_transport::{
+    Address, ParseAddressError, ParseProviderError, Provider, RdmaAccept, RdmaOptions,
+    monotonic_now,
+};
+pub use martlet_units::{
+    ByteCount, BytesPerSec, ClockOffset, Gfn, Gpa, Instant, PAGE_SIZE, PageCount, PageRange,
+};
+
+/// Dirty tracking by KVM.
+pub mod kvm {
+    pub use martlet_kvm_dirty::*;
+}
+
 use martlet_transport::chain;
 
 mod accelerator;

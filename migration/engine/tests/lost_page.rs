@@ -42,7 +42,7 @@ fn booted() -> Arc<FakeVmm> {
     let ram = SourceVmm::ram(&*vmm);
     // Word 0 of a page is the guest's own.
     let at = PAGE * PAGE_SIZE + 64;
-    assert_eq!(rustix::io::pwrite(ram.regions()[0].fd(), &[7; 8], at), Ok(8));
+    assert_eq!(rustix::io::pwrite(ram.regions()[0].file().unwrap().fd, &[7; 8], at), Ok(8));
     vmm
 }
 

@@ -1,6 +1,8 @@
 //! A digest of a guest's memory.
+#![allow(unsafe_code)]
+// UNSAFETY: memory that is no file is read through raw pointers.
 
-use crate::{GuestRam, RamRegion, RegionIndex, mark_touched};
+use crate::{GuestRam, RamRegion, RegionFile, RegionIndex, mark_touched};
 use core::ops::Range;
 use martlet_bitmap::PageBitmap;
 use martlet_units::PAGE_SIZE;
@@ -16,8 +18,8 @@ impl GuestRam {
     /// A digest that two guests share exactly if their layout and every byte of their memory are
     /// equal. Whether a zero page is a hole, was touched or was swapped out makes no difference.
     ///
-    /// Reads the memory through its files, so nothing is allocated or mapped by it, and passes
-    /// over holes. Takes about the time that it takes to read the touched memory twice. The
+    /// Reads the memory through its files where it can, so nothing is allocated or mapped by it, and
+    /// passes over what nobody touched. Takes about the time that it takes to read the touched memory twice. The
     /// guest must be stopped, and its devices too: a page that is written meanwhile makes the
     /// digest worthless, though not unsafe.
     ///
@@ -62,9 +64,8 @@ impl Digest {
             let mut next = run.start;
             while next < run.end {
                 let end = run.end.min(next + step);
-                self.add_pages(region, next..end).map_err(|offset| {
-                    io::Error::from(ram.lost(index, (offset / PAGE_SIZE).min(end - 1)))
-                })?;
+                self.add_pages(region, next..end)
+                    .map_err(|page| io::Error::from(ram.lost(index, page.min(end - 1))))?;
                 next = end;
             }
         }
@@ -73,13 +74,13 @@ impl Digest {
         Ok(())
     }
 
-    /// Hashes those of `pages`, at most a buffer full, that are not all zero. The error is the
-    /// offset of a byte that can't be read.
+    /// Hashes those of `pages`, at most a buffer full, that are not all zero. The error is a page
+    /// that can't be read.
     #[expect(clippy::cast_possible_truncation, reason = "no longer than the buffer")]
     fn add_pages(&mut self, region: &RamRegion, pages: Range<u64>) -> Result<(), u64> {
         let bytes = ((pages.end - pages.start) * PAGE_SIZE) as usize;
         let buffer = &mut self.buffer[..bytes];
-        read_exact(region, pages.start * PAGE_SIZE, buffer)?;
+        read_pages(region, pages.start, buffer)?;
         let mut kept = 0;
         for (number, at) in pages.zip((0..bytes).step_by(PAGE)) {
             let page = at..at + PAGE;
@@ -106,17 +107,31 @@ impl Digest {
 
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
-/// Fills the buffer. The error is the offset of a byte that can't be read: reading a file in
-/// memory has no other.
-fn read_exact(region: &RamRegion, mut offset: u64, mut buffer: &mut [u8]) -> Result<(), u64> {
+/// Fills the buffer, whole pages, from page `page` on. The error is a page that can't be read.
+fn read_pages(region: &RamRegion, mut page: u64, buffer: &mut [u8]) -> Result<(), u64> {
+    if let Some(file) = region.file() {
+        return read_file(file, page * PAGE_SIZE, buffer).map_err(|byte| region.page_of_file(byte));
+    }
+    for bytes in buffer.chunks_mut(PAGE) {
+        // SAFETY: a page of the region, as `host_ptr` checks, mapped while the region lives.
+        unsafe { martlet_raw_memory::read(region.host_ptr(page), bytes) }.map_err(|_| page)?;
+        page += 1;
+    }
+    Ok(())
+}
+
+/// Fills the buffer. The error is the byte of the file that can't be read: reading a file in memory
+/// has no other.
+fn read_file(file: RegionFile<'_>, offset: u64, mut buffer: &mut [u8]) -> Result<(), u64> {
+    let mut byte = file.offset + offset;
     while !buffer.is_empty() {
-        match rustix::io::pread(region.fd(), &mut *buffer, offset) {
+        match rustix::io::pread(file.fd, &mut *buffer, byte) {
             Ok(count @ 1..) => {
-                offset += count as u64;
+                byte += count as u64;
                 buffer = &mut buffer[count..];
             }
             Err(Errno::INTR) => {}
-            Ok(0) | Err(_) => return Err(offset),
+            Ok(0) | Err(_) => return Err(byte),
         }
     }
     Ok(())
@@ -165,7 +180,12 @@ mod tests {
         let mut seen = vec![empty];
         for (page, byte) in [(0, 1), (0, 2), (1, 1), (127, 1), (128, 1), (1999, 1)] {
             let ram = regions(&[2000]);
-            rustix::io::pwrite(ram.regions()[0].fd(), &[byte], page * PAGE_SIZE + 4095).unwrap();
+            rustix::io::pwrite(
+                ram.regions()[0].file().unwrap().fd,
+                &[byte],
+                page * PAGE_SIZE + 4095,
+            )
+            .unwrap();
             let digest = ram.digest().unwrap();
             assert!(!seen.contains(&digest), "page {page} byte {byte}");
             seen.push(digest);

@@ -5,20 +5,35 @@ use crate::{GuestRam, RegionIndex};
 use martlet_bitmap::PageBitmap;
 use std::io;
 
-/// Why pages could not be tracked. Always the host's fault: the migration is abandoned and the
+/// Why pages could not be tracked. Always this host's fault: the migration is abandoned and the
 /// guest runs on.
 #[derive(Debug, thiserror::Error)]
-#[error("dirty tracking: {operation} failed")]
-pub struct TrackError {
-    /// What was asked of the kernel, e.g. `KVM_GET_DIRTY_LOG of region 1`.
-    pub operation: String,
-    /// What it answered.
-    #[source]
-    pub source: io::Error,
+#[non_exhaustive]
+pub enum TrackError {
+    /// There is a [`Tracker`](crate::Tracker) of this memory already.
+    #[error("dirty tracking: another migration tracks this guest's pages")]
+    AlreadyTracked,
+    /// The host or a device refused.
+    #[error("dirty tracking: {operation} failed")]
+    Host {
+        /// What was asked, e.g. `KVM_GET_DIRTY_LOG of region 1`.
+        operation: String,
+        /// What was answered.
+        #[source]
+        source: io::Error,
+    },
 }
 
-/// Finds the pages that the guest wrote. Made for one migration attempt; the pages are tracked
-/// from its making until its drop, which gives the guest its full speed back.
+impl TrackError {
+    /// What the host or a device answered to this.
+    pub fn host(operation: impl Into<String>, source: impl Into<io::Error>) -> TrackError {
+        TrackError::Host { operation: operation.into(), source: source.into() }
+    }
+}
+
+/// Finds the pages that somebody wrote: the vCPUs, a device, a thread of the VMM. Made for one
+/// migration attempt; the pages are tracked from its making until its drop, which gives the guest
+/// its full speed back. Several of them are put together by a [`Tracker`](crate::Tracker).
 ///
 /// Order of calls, over and over: [`sync`](DirtySource::sync), then for the pages that are to be
 /// sent [`rearm`](DirtySource::rearm), and only then are those pages read. A write that comes

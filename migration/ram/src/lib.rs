@@ -8,37 +8,51 @@
 //!
 //! This crate holds no thread, socket or clock. Guest memory is never a reference here: a vCPU
 //! or a device may write it at any moment, so it is a pointer and a length until the kernel or a
-//! checked copy reads it. A page of it may be lost (poisoned, or its backing gone): that is a
+//! checked copy reads it. The memory is this crate's own, or a VMM's: [`Backing`] says what follows
+//! from that. A page of it may be lost (poisoned, or its backing gone): that is a
 //! [`LostPage`] and not the process's end, for which the first region that is made installs a
 //! handler of SIGBUS (see [`martlet_raw_memory`]).
 
+mod access;
 mod advise;
+mod backing;
 mod batch;
 mod chunk;
 mod digest;
 mod dirty;
 mod finder;
 mod lost;
+mod marker;
+mod page_tables;
 mod place;
 mod region;
 mod scanner;
 mod slice;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod tracker;
 mod untouched;
+#[cfg(feature = "vm-memory")]
+mod vm_memory;
 mod zero;
 
+pub use access::AccessError;
+pub use backing::{Backing, RegionFile};
 pub use batch::{BYTES_MAX, PageBatch, Pushed, RUNS_MAX, Run, RunKind};
 pub use chunk::{CHUNK_WORDS, Chunk, ChunkBits, channel_of};
 pub use dirty::{DirtySource, RamBitmap, TrackError};
 pub use finder::{CpuFinders, ZeroFinder, ZeroFinders};
 pub use lost::LostPage;
+pub use marker::{DirtyMarker, MarkedPages};
 pub use martlet_bitmap::PageBitmap;
 pub use place::{PlaceError, Placer, Target};
 pub use region::{GuestRam, REGIONS_MAX, RamError, RamRegion, RegionIndex};
 pub use scanner::{Scanner, WINDOW_PAGES};
 pub use slice::{BadRun, RawSlice};
+pub use tracker::Tracker;
 pub use untouched::mark_touched;
+#[cfg(feature = "vm-memory")]
+pub use vm_memory::VmMemoryPages;
 pub use zero::ZeroCheck;
 
 /// Pages in a chunk: the unit in which dirty pages are handed out and the unit that always takes

@@ -1,7 +1,7 @@
 use super::*;
 use crate::testing::Spoiled;
 use crate::tests::{one_region, regions, write_page};
-use crate::{Chunk, ChunkBits, PageBitmap, PlaceError, Placer, ZeroCheck, mark_touched};
+use crate::{Chunk, ChunkBits, PageBitmap, PlaceError, Placer, RamRegion, ZeroCheck, mark_touched};
 use martlet_units::{PAGE_SIZE, PageCount, PageRange};
 use rustix::fs::MemfdFlags;
 use std::fs::File;
@@ -56,7 +56,8 @@ fn on_a_file(pages: u64) -> (GuestRam, File) {
     let file = File::from(rustix::fs::memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(pages * PAGE_SIZE).unwrap();
     let range = PageRange::try_new(Gfn(0), PageCount(pages)).unwrap();
-    (GuestRam::on_file(range, file.try_clone().unwrap()), file)
+    let region = RamRegion::map_file(range, file.try_clone().unwrap(), None).unwrap();
+    (GuestRam::from_regions(vec![region]).unwrap(), file)
 }
 
 #[test]

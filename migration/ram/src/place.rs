@@ -2,15 +2,16 @@
 #![allow(unsafe_code)]
 // UNSAFETY: pages that must become zero again are written through raw pointers.
 
-use crate::{BadRun, GuestRam, LostPage, PAGE_BYTES, RamBitmap, RawSlice, RegionIndex};
+use crate::backing::Held;
+use crate::{BadRun, GuestRam, LostPage, PAGE_BYTES, RamBitmap, RamRegion, RawSlice, RegionIndex};
 use core::ops::Range;
 use martlet_bitmap::{PageBitmap, WORD_BITS};
 use martlet_units::{PAGE_SIZE, PageCount};
 use rustix::fs::FallocateFlags;
 use std::sync::Arc;
 
-/// From this many pages on (2 MiB), memory that becomes zero is given back to the host as a hole.
-/// Below it, writing zeros is quicker than the call, and does not split a huge page.
+/// From this many pages on (2 MiB), memory of this crate that becomes zero is given back to the host
+/// as a hole. Below it, writing zeros is quicker than the call, and does not split a huge page.
 const PUNCH_PAGES_MIN: u64 = 512;
 
 /// From this many pages on, content for memory that was never touched is better written to the
@@ -38,7 +39,7 @@ pub enum Target<'ram> {
     File {
         /// The region whose file it is.
         region: RegionIndex,
-        /// First byte.
+        /// First byte in the file.
         offset: u64,
         /// How many.
         bytes: u64,
@@ -47,8 +48,9 @@ pub enum Target<'ram> {
 
 /// Puts received pages into a waiting guest's memory. Shared by all channels of a migration.
 ///
-/// The memory must be as it was made when the first page comes: all zero. So a zero page that
-/// comes before any content needs nothing done and stays a hole.
+/// The memory must be all zero when the first page comes, as it is when it is made; pages that the
+/// source never touched are not sent at all. So a zero page that comes before any content needs
+/// nothing done and stays untouched.
 ///
 /// Runs come from the peer and are checked. A peer that sends one page over two channels at once
 /// spoils that page of its own guest and nothing else.
@@ -84,12 +86,11 @@ impl Placer {
         let is_fresh =
             count >= FILE_PAGES_MIN && runs_within(filled, pages.clone()).next().is_none();
         filled.set_range(pages);
-        Ok(if is_fresh {
+        let file = self.ram.region(region).and_then(RamRegion::file).filter(|_| is_fresh);
+        Ok(file.map_or(Target::Memory(memory), |file| {
             let bytes = u64::from(count) * PAGE_SIZE;
-            Target::File { region, offset: first_page * PAGE_SIZE, bytes }
-        } else {
-            Target::Memory(memory)
-        })
+            Target::File { region, offset: file.offset + first_page * PAGE_SIZE, bytes }
+        }))
     }
 
     /// Makes a run of pages zero. Only pages that were given out as a data target since they were
@@ -119,10 +120,12 @@ impl Placer {
     fn clear(&self, region: RegionIndex, run: Range<u64>) -> Result<(), LostPage> {
         let memory = &self.ram.regions()[usize::from(region.0)];
         let pages = run.end - run.start;
-        if pages >= PUNCH_PAGES_MIN {
+        if let Held::Pages { file, offset, is_own: true } = memory.held()
+            && pages >= PUNCH_PAGES_MIN
+        {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            let (start, bytes) = (run.start * PAGE_SIZE, pages * PAGE_SIZE);
-            if rustix::fs::fallocate(memory.fd(), flags, start, bytes).is_ok() {
+            let (start, bytes) = (offset + run.start * PAGE_SIZE, pages * PAGE_SIZE);
+            if rustix::fs::fallocate(file, flags, start, bytes).is_ok() {
                 return Ok(());
             }
         }

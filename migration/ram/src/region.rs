@@ -1,16 +1,21 @@
-//! Regions of guest memory: sealed memfds, mapped shared.
+//! Regions of guest memory: sealed memfds of this crate, or memory that a VMM has already.
 #![allow(unsafe_code)]
-// UNSAFETY: guest memory is mapped and handed out as raw pointers; this module owns the mappings,
-// so it is the place that can promise that a pointer it gives stays valid as long as the region.
+// UNSAFETY: guest memory is mapped and handed out as raw pointers; this module keeps the mappings'
+// owners, so it is the place that can promise that a pointer it gives stays valid as long as the
+// region.
 
+use crate::backing::Held;
+use crate::tracker::Lease;
+use crate::{Backing, PAGE_BYTES, RegionFile};
 use martlet_device_io::HostMemory;
 use martlet_raw_memory::Guarded;
 use martlet_units::{ByteCount, Gfn, PAGE_SIZE, PageCount, PageRange};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::any::Any;
+use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr;
 use std::sync::Arc;
 
@@ -28,6 +33,12 @@ pub enum RamError {
     /// No regions, more than 64, or two that overlap or are out of order.
     #[error("guest memory regions are empty, too many, overlapping or out of order")]
     Layout,
+    /// Memory that was handed over can't be a guest's.
+    #[error("memory of the VMM can't be guest memory: it {reason}")]
+    Unusable {
+        /// What it does or is.
+        reason: &'static str,
+    },
     /// The host would not give the memory.
     #[error("cannot {operation} {size} of guest memory")]
     Host {
@@ -41,26 +52,48 @@ pub enum RamError {
     },
 }
 
-/// A run of guest frames backed by one sealed memfd, mapped for reading and writing.
+/// A run of guest frames, mapped for reading and writing.
 ///
-/// Pages that nobody touched are holes: they take no memory and read as zero. The file's size is
-/// sealed; a page can still be lost, see [`LostPage`](crate::LostPage).
-#[derive(Debug)]
+/// Pages that nobody touched take no memory and read as zero. A page can be lost, see
+/// [`LostPage`](crate::LostPage).
 pub struct RamRegion {
     range: PageRange,
     host: *mut u8,
-    file: File,
-    /// Taken before the mapping goes.
-    guarded: Option<Guarded>,
+    held: Held,
+    /// Before the owner: taken before the mapping goes.
+    _guarded: Guarded,
+    /// Keeps the mapping.
+    _owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the region owns its mapping; the pointer is valid from every thread until the drop.
+// SAFETY: the region keeps its mapping; the pointer is valid from every thread until the drop.
 unsafe impl Send for RamRegion {}
 // SAFETY: as above; a shared region only hands out raw pointers, whose users say how they share.
 unsafe impl Sync for RamRegion {}
 
+impl fmt::Debug for RamRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RamRegion({} at {:p}, {:?})", self.range, self.host, self.held)
+    }
+}
+
+/// Unmaps memory that this crate mapped.
+struct Mapping {
+    start: usize,
+    length: usize,
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let start = ptr::with_exposed_provenance_mut(self.start);
+        // SAFETY: made by `RamRegion::map_file`, and no pointer may outlive the region.
+        let _ = unsafe { rustix::mm::munmap(start, self.length) };
+    }
+}
+
 impl RamRegion {
-    /// Makes and maps an empty region. Nothing is allocated before it is touched.
+    /// Makes and maps an empty region: a memfd whose size is sealed. Nothing is allocated before it
+    /// is touched.
     pub fn create(range: PageRange) -> Result<RamRegion, RamError> {
         RamRegion::map(range, None)
     }
@@ -69,6 +102,39 @@ impl RamRegion {
     /// whose instructions the host's own threads execute, so that its pointers stay true.
     pub fn create_at(range: PageRange, host_address: usize) -> Result<RamRegion, RamError> {
         RamRegion::map(range, Some(host_address))
+    }
+
+    /// Takes memory that the VMM has mapped at `host`, from the first of the frames to the last.
+    /// Memory that is to receive a guest must be zero. `owner` is kept until the region goes.
+    ///
+    /// # Errors
+    /// If it does not begin with a page.
+    ///
+    /// # Safety
+    /// The memory is mapped for reading and writing until `owner` is dropped, and nobody has a Rust
+    /// reference to it but of atomics. `backing` is what holds it: guest memory is lost if it is
+    /// not.
+    pub unsafe fn adopt(
+        range: PageRange,
+        host: *mut u8,
+        backing: Backing,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<RamRegion, RamError> {
+        if !host.addr().is_multiple_of(PAGE_BYTES) {
+            return Err(RamError::Unusable { reason: "does not begin with a page" });
+        }
+        Ok(RamRegion::new(range, host, Held::of(backing)?, owner))
+    }
+
+    fn new(
+        range: PageRange,
+        host: *mut u8,
+        held: Held,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> RamRegion {
+        let length = usize::try_from(range.pages().to_bytes().0).expect("is mapped");
+        let guarded = martlet_raw_memory::guard(host.addr(), length);
+        RamRegion { range, host, held, _guarded: guarded, _owner: owner }
     }
 
     fn map(range: PageRange, host_address: Option<usize>) -> Result<RamRegion, RamError> {
@@ -82,7 +148,7 @@ impl RamRegion {
         RamRegion::map_file(range, fd.into(), host_address)
     }
 
-    /// Maps a file of the range's length.
+    /// Maps a memfd of the range's length.
     pub(crate) fn map_file(
         range: PageRange,
         file: File,
@@ -100,8 +166,7 @@ impl RamRegion {
         // SAFETY: a new mapping that replaces no other one harms nobody.
         let host = unsafe { rustix::mm::mmap(hint, length, protection, flags, &file, 0) }
             .map_err(host_error("map", size))?;
-        let guarded = Some(martlet_raw_memory::guard(host.addr(), length));
-        let region = RamRegion { range, host: host.cast(), file, guarded };
+        let owner = Arc::new(Mapping { start: host.expose_provenance(), length });
         if host_address.is_some_and(|wanted| wanted != host.addr()) {
             // A kernel before 4.17 takes the address for a wish.
             return Err(host_error("map", size)(rustix::io::Errno::EXIST));
@@ -109,7 +174,8 @@ impl RamRegion {
         // Guest memory is large and need not be in this process's core dumps.
         // SAFETY: the range is the mapping made above.
         let _ = unsafe { rustix::mm::madvise(host, length, Advice::LinuxDontDump) };
-        Ok(region)
+        let held = Held::Pages { file, offset: 0, is_own: true };
+        Ok(RamRegion::new(range, host.cast(), held, owner))
     }
 
     /// The frames it covers.
@@ -147,18 +213,20 @@ impl RamRegion {
         unsafe { martlet_raw_memory::is_reachable(self.host_ptr(page)) }
     }
 
-    /// The memfd behind the region: for KVM, for `SEEK_DATA`, for handing to another process.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    /// The file that is this memory: for `SEEK_DATA`, for content that goes there without a page
+    /// fault, for handing to another process. `None` if pages can't be reached by a file.
+    pub fn file(&self) -> Option<RegionFile<'_>> {
+        self.held.file()
     }
-}
 
-impl Drop for RamRegion {
-    fn drop(&mut self) {
-        self.guarded = None;
-        let length = usize::try_from(self.len_bytes()).expect("was mapped with this length");
-        // SAFETY: the mapping is this region's own and no pointer may outlive the region.
-        let _ = unsafe { rustix::mm::munmap(self.host.cast(), length) };
+    /// The page at a byte of [`RamRegion::file`]; the region's last one past its end.
+    pub fn page_of_file(&self, byte: u64) -> u64 {
+        let begin = self.file().map_or(0, |file| file.offset);
+        (byte.saturating_sub(begin) / PAGE_SIZE).min(self.pages() - 1)
+    }
+
+    pub(crate) fn held(&self) -> &Held {
+        &self.held
     }
 }
 
@@ -170,6 +238,7 @@ fn host_error(operation: &'static str, size: ByteCount) -> impl Fn(rustix::io::E
 #[derive(Debug)]
 pub struct GuestRam {
     regions: Box<[RamRegion]>,
+    lease: Arc<Lease>,
 }
 
 impl GuestRam {
@@ -192,18 +261,19 @@ impl GuestRam {
         layout: &[PageRange],
         create: impl Fn(PageRange) -> Result<RamRegion, RamError>,
     ) -> Result<GuestRam, RamError> {
-        let ascending = layout.windows(2).all(|pair| pair[0].end() <= pair[1].start());
-        if layout.is_empty() || layout.len() > REGIONS_MAX || !ascending {
-            return Err(RamError::Layout);
-        }
+        check_layout(layout.iter().copied())?;
         let regions = layout.iter().map(|range| create(*range)).collect::<Result<_, _>>();
-        Ok(GuestRam { regions: regions? })
+        Ok(GuestRam { regions: regions?, lease: Arc::default() })
     }
 
-    /// One region on a file of its length.
-    #[cfg(test)]
-    pub(crate) fn on_file(range: PageRange, file: File) -> GuestRam {
-        GuestRam { regions: Box::new([RamRegion::map_file(range, file, None).unwrap()]) }
+    /// Puts regions together, which must ascend and not overlap.
+    pub fn from_regions(regions: Vec<RamRegion>) -> Result<GuestRam, RamError> {
+        check_layout(regions.iter().map(RamRegion::range))?;
+        Ok(GuestRam { regions: regions.into_boxed_slice(), lease: Arc::default() })
+    }
+
+    pub(crate) fn tracking_lease(&self) -> &Arc<Lease> {
+        &self.lease
     }
 
     /// The regions; a [`RegionIndex`] is a place in this slice.
@@ -246,4 +316,11 @@ impl GuestRam {
         let page = gfn.0.checked_sub(region.range.start().0)?;
         Some((RegionIndex(u16::try_from(index).ok()?), page))
     }
+}
+
+fn check_layout(mut layout: impl ExactSizeIterator<Item = PageRange>) -> Result<(), RamError> {
+    let is_sized = (1..=REGIONS_MAX).contains(&layout.len());
+    let mut end = Gfn(0);
+    let ascends = layout.all(|range| range.start() >= std::mem::replace(&mut end, range.end()));
+    if is_sized && ascends { Ok(()) } else { Err(RamError::Layout) }
 }

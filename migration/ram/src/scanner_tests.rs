@@ -44,7 +44,7 @@ impl DirtySource for Guest {
     ) -> Result<(), TrackError> {
         if self.fail_after == Some(self.rearms.len()) {
             let source = io::Error::other("told to fail");
-            return Err(TrackError { operation: "rearm".to_owned(), source });
+            return Err(TrackError::host("rearm", source));
         }
         assert!(first_page.is_multiple_of(64));
         assert!(words.len() as u64 * 64 <= WINDOW_PAGES);

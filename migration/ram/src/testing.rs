@@ -43,7 +43,8 @@ impl Spoiled {
 impl Drop for Spoiled {
     fn drop(&mut self) {
         let region = &self.ram.regions()[usize::from(self.region.0)];
-        self.map(region.fd(), self.page * PAGE_SIZE);
+        let file = region.file().expect("spoiled memory is this crate's own");
+        self.map(file.fd, self.page * PAGE_SIZE);
     }
 }
 

@@ -29,7 +29,7 @@ proptest! {
         for page in &punched {
             let flags = rustix::fs::FallocateFlags::PUNCH_HOLE
                 | rustix::fs::FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(region.fd(), flags, page * PAGE_SIZE, PAGE_SIZE).unwrap();
+            rustix::fs::fallocate(region.file().unwrap().fd, flags, page * PAGE_SIZE, PAGE_SIZE).unwrap();
         }
         let expected: BTreeSet<u64> = written.difference(&punched).copied().collect();
         prop_assert_eq!(touched(region), expected);
@@ -42,7 +42,7 @@ fn data_without_page_table_entries_is_found() {
     // khugepaged leaves behind, and what a look at page tables would call untouched.
     let ram = one_region(64);
     let region = &ram.regions()[0];
-    rustix::io::pwrite(region.fd(), &[7; 4096], 9 * PAGE_SIZE).unwrap();
+    rustix::io::pwrite(region.file().unwrap().fd, &[7; 4096], 9 * PAGE_SIZE).unwrap();
     assert_eq!(touched(region), BTreeSet::from([9]));
 }
 

@@ -283,16 +283,19 @@ impl Payload {
             self.next += 1;
         }
         let ram = placer.ram();
-        let Some((index, region)) = self.file.and_then(|at| Some((at, ram.region(at)?))) else {
+        let region = self.file.and_then(|at| Some((at, ram.region(at)?)));
+        let Some((index, region, file)) =
+            region.and_then(|(index, region)| Some((index, region, region.file()?)))
+        else {
             return self.fill_memory(stream, ram);
         };
-        let got = self.funnel.advance(stream.as_fd(), region.fd());
+        let got = self.funnel.advance(stream.as_fd(), file.fd);
         if self.funnel.is_done() {
             self.file = None;
         }
         got.map_err(|error| match error {
             FunnelError::Socket(error) => PagesReceiveError::Io(error),
-            FunnelError::File { offset } => ram.lost(index, offset / PAGE_SIZE).into(),
+            FunnelError::File { offset } => ram.lost(index, region.page_of_file(offset)).into(),
         })
     }
 

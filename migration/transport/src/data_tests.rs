@@ -14,7 +14,7 @@ fn ram() -> Arc<GuestRam> {
 
 fn fill(ram: &GuestRam, page: u64, byte: u8) {
     let region = &ram.regions()[0];
-    let file = rustix::io::pwrite(region.fd(), &[byte; 4096], page * PAGE_SIZE);
+    let file = rustix::io::pwrite(region.file().unwrap().fd, &[byte; 4096], page * PAGE_SIZE);
     assert_eq!(file, Ok(4096));
 }
 
@@ -91,7 +91,8 @@ fn a_frame_may_come_byte_by_byte() {
     }
     assert_eq!(rounds, 1);
     let mut page = [0; 4096];
-    rustix::io::pread(destination.regions()[0].fd(), &mut page[..], 9 * PAGE_SIZE).unwrap();
+    rustix::io::pread(destination.regions()[0].file().unwrap().fd, &mut page[..], 9 * PAGE_SIZE)
+        .unwrap();
     assert_eq!(page, [0xa5; 4096]);
 }
 

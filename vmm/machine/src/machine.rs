@@ -146,8 +146,6 @@ impl Machine {
         let (memory, built) = build(&parts)?;
         let nics = Nics::new(lease, &memory)?;
         let starts = boot::prepare(config, &memory, &*built.vm, &nics.places())?;
-        // What was written before the guest ran is not news.
-        memory.forget_written();
         let again = starts.clone();
         let prepare = move |number: usize, vcpu: &mut dyn crate::vcpu::backend::VcpuBackend| {
             starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))

@@ -1,7 +1,7 @@
 //! A machine whose guest can be moved away.
 
 use crate::clock;
-use crate::dirty::WithDevices;
+use crate::dirty::NicPages;
 use crate::machine::{EndCause, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
@@ -10,7 +10,7 @@ use martlet_engine::{
 };
 use martlet_guest_program::NicCounters;
 use martlet_protocol::RunPermit;
-use martlet_ram::{DirtySource, GuestRam, TrackError};
+use martlet_ram::{DirtySource, GuestRam, TrackError, Tracker};
 use martlet_units::Instant;
 use std::sync::Arc;
 
@@ -28,15 +28,16 @@ impl SourceVmm for Machine {
     }
 
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
-        if self.nics.is_empty() {
-            return self.vm.track();
+        let mut tracker = Tracker::lease(self.memory.ram())?;
+        if !self.nics.is_empty() {
+            self.nics.check_movable().map_err(|why| {
+                TrackError::host("finding what devices write", std::io::Error::other(why))
+            })?;
+            // Logged before the vCPUs' writes are tracked.
+            tracker = tracker.with(Box::new(NicPages::start(&self.nics, &self.memory)?));
         }
-        self.nics.check_movable().map_err(|why| TrackError {
-            operation: "finding what devices write".into(),
-            source: std::io::Error::other(why),
-        })?;
-        let tracker = WithDevices::start(&self.nics, &self.memory, || self.vm.track())?;
-        Ok(Box::new(tracker))
+        let vcpus = self.vm.track()?;
+        Ok(Box::new(tracker.with(vcpus).with(Box::new(self.memory.written()))))
     }
 
     fn rehearse(&self) -> Result<Rehearsal, Error> {

@@ -21,7 +21,8 @@ fn frame(page: u64, byte: u8) -> Vec<u8> {
 
 fn first_byte(ram: &GuestRam, page: u64) -> u8 {
     let mut byte = [0];
-    rustix::io::pread(ram.regions()[0].fd(), &mut byte[..], page * PAGE_SIZE).unwrap();
+    rustix::io::pread(ram.regions()[0].file().unwrap().fd, &mut byte[..], page * PAGE_SIZE)
+        .unwrap();
     byte[0]
 }
 

@@ -271,7 +271,8 @@ impl FakeVmm {
         for region in self.ram.regions() {
             for page in 0..region.pages() {
                 let mut word = [0; 8];
-                rustix::io::pread(region.fd(), &mut word[..], page * PAGE_SIZE).unwrap();
+                rustix::io::pread(region.file().unwrap().fd, &mut word[..], page * PAGE_SIZE)
+                    .unwrap();
                 sum += u64::from_ne_bytes(word);
             }
         }

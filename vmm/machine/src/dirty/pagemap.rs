@@ -57,9 +57,8 @@ impl PagemapTracker {
             uffd::protect_region(&uffd, index, region)?;
             scan.probe(region)?;
             let mut places = Populated::new(region);
-            places.learn(region).map_err(|source| TrackError {
-                operation: format!("finding the untouched memory of region {index}"),
-                source,
+            places.learn(region).map_err(|source| {
+                TrackError::host(format!("finding the untouched memory of region {index}"), source)
             })?;
             populated.push(places);
         }
@@ -72,7 +71,7 @@ impl DirtySource for PagemapTracker {
         let regions = self.ram.regions().iter().zip(&mut self.populated);
         for ((region, populated), (index, bitmap)) in regions.zip(into.iter()) {
             sync_region(&mut self.scan, region, populated, bitmap).map_err(|source| {
-                TrackError { operation: format!("PAGEMAP_SCAN of region {}", index.0), source }
+                TrackError::host(format!("PAGEMAP_SCAN of region {}", index.0), source)
             })?;
         }
         Ok(())
@@ -99,5 +98,5 @@ fn sync_region(
 
 /// Says what was being done when the kernel refused.
 fn failed(operation: impl FnOnce() -> String) -> impl FnOnce(Errno) -> TrackError {
-    move |errno| TrackError { operation: operation(), source: io::Error::from(errno) }
+    move |errno| TrackError::host(operation(), errno)
 }

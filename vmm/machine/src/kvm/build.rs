@@ -9,7 +9,6 @@ use super::vcpu::{KvmVcpu, VcpuCommon, VmLoads};
 use super::vm::{KvmCore, KvmVm, Tracker};
 use super::warm::{WarmUp, WarmVcpu};
 use crate::Tracking;
-use crate::dirty::{RING_ENTRIES, open_rings};
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend};
 use kvm_bindings::{
@@ -18,6 +17,7 @@ use kvm_bindings::{
     KVM_PIT_SPEAKER_DUMMY, kvm_dirty_gfn, kvm_enable_cap, kvm_pit_config,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use martlet_kvm_dirty::KvmRings;
 use std::io;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -28,6 +28,8 @@ const TSS_ADDRESS: usize = 0xfffb_d000;
 const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 /// KVM_MEM_MAX_NR_PAGES in virt/kvm/kvm_main.c.
 const SLOT_PAGES_MAX: u64 = (1 << 31) - 1;
+/// Pages that a vCPU may write between two harvests without leaving the guest. 16 bytes each.
+const RING_ENTRIES: u32 = 8192;
 /// How far apart the rates of two hosts' time stamp counters may be without scaling: what NTP
 /// corrects in a guest without trouble, and what QEMU allows.
 const TSC_TOLERANCE_PPM: u64 = 250;
@@ -63,6 +65,7 @@ fn kvm<T>(
 }
 
 /// Makes the VM around `memory`.
+#[expect(unsafe_code, reason = "the rings are those of the vCPUs that are made here")]
 pub(crate) fn build(
     memory: &Arc<GuestMemory>,
     options: &BuildOptions<'_>,
@@ -103,8 +106,9 @@ pub(crate) fn build(
         has_pre_fault: fd_has(KVM_CAP_PRE_FAULT_MEMORY),
     });
     let (tracker, shares) = if uses_ring {
-        let (rings, shares) =
-            open_rings(&core, memory.ram(), &fds).map_err(BackendError::host("map dirty rings"))?;
+        // SAFETY: the descriptors are those of the vCPUs.
+        let (rings, shares) = unsafe { KvmRings::open(&core.slots, &fds, RING_ENTRIES) }
+            .map_err(BackendError::host("map dirty rings"))?;
         (Tracker::Ring(rings), shares.into_iter().map(Some).collect())
     } else {
         (Tracker::Log, std::iter::repeat_with(|| None).take(fds.len()).collect::<Vec<_>>())
@@ -125,7 +129,6 @@ pub(crate) fn build(
     let vm = KvmVm {
         core,
         _warm_up: warm_up,
-        memory: Arc::clone(memory),
         common,
         host: SavedHost { cpuid, tsc_khz },
         tracker,
@@ -171,12 +174,9 @@ fn enable_tracking(fd: &VmFd, tracking: Tracking) -> Result<bool, BackendError> 
             Ok(true)
         }
         Tracking::Log | Tracking::Auto => {
-            // Bit 0: clearing is ours. Bit 1, all pages dirty at first, would make the first
-            // round clear (and KVM write-protect) every page of the guest, touched or not.
             if fd.check_extension_raw(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.into()) & 1 == 0 {
                 return unsupported("KVM here has no manual dirty log protection (Linux 5.1)");
             }
-            enable(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 1)?;
             Ok(false)
         }
     }

@@ -19,4 +19,3 @@ mod warm;
 
 pub(crate) use build::{BuildOptions, build, is_usable};
 pub(crate) use start::{SELECTOR_BOOT_CODE, SELECTOR_BOOT_DATA};
-pub(crate) use vm::KvmCore;

@@ -4,31 +4,24 @@
 // the dirty ring of a vCPU). Everything that could be got wrong about either is in this module.
 
 use kvm_bindings::{
-    KVM_DIRTY_LOG_PAGE_OFFSET, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_clear_dirty_log,
-    kvm_device_attr, kvm_dirty_gfn, kvm_dirty_log, kvm_nested_state, kvm_pre_fault_memory, kvm_run,
-    kvm_sregs2, kvm_userspace_memory_region, kvm_xsave,
+    KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr, kvm_nested_state,
+    kvm_pre_fault_memory, kvm_run, kvm_sregs2, kvm_xsave,
 };
-use kvm_ioctls::{VcpuFd, VmFd};
-use martlet_ram::RamRegion;
-use martlet_units::PAGE_SIZE;
+use kvm_ioctls::VcpuFd;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::AtomicU8;
 use vmm_sys_util::ioctl::{
     ioctl, ioctl_with_mut_ptr, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref,
 };
 use vmm_sys_util::{ioctl_io_nr, ioctl_ior_nr, ioctl_iow_nr, ioctl_iowr_nr};
 
 // Numbers from linux/kvm.h.
-ioctl_iow_nr!(KVM_GET_DIRTY_LOG, KVMIO, 0x42, kvm_dirty_log);
-ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION, KVMIO, 0x46, kvm_userspace_memory_region);
 ioctl_io_nr!(KVM_RUN, KVMIO, 0x80);
 ioctl_ior_nr!(KVM_GET_XSAVE, KVMIO, 0xa4, kvm_xsave);
 ioctl_iow_nr!(KVM_SET_XSAVE, KVMIO, 0xa5, kvm_xsave);
-ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
-ioctl_io_nr!(KVM_RESET_DIRTY_RINGS, KVMIO, 0xc7);
 ioctl_iowr_nr!(KVM_GET_NESTED_STATE, KVMIO, 0xbe, kvm_nested_state);
 ioctl_iow_nr!(KVM_SET_NESTED_STATE, KVMIO, 0xbf, kvm_nested_state);
 ioctl_ior_nr!(KVM_GET_SREGS2, KVMIO, 0xcc, kvm_sregs2);
@@ -43,69 +36,6 @@ pub(crate) const XSAVE_BYTES_MIN: usize = 4096;
 
 fn check(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-/// Makes a region of guest memory a slot of a VM, or changes its flags.
-///
-/// # Safety
-/// The region outlives the last run of a vCPU of the VM: its guest reaches whatever is mapped there.
-pub(crate) unsafe fn set_slot(
-    vm: &VmFd,
-    slot: u32,
-    flags: u32,
-    region: &RamRegion,
-) -> io::Result<()> {
-    let memory = kvm_userspace_memory_region {
-        slot,
-        flags,
-        guest_phys_addr: region.range().start().0 * PAGE_SIZE,
-        memory_size: region.len_bytes(),
-        userspace_addr: region.host_ptr(0).expose_provenance() as u64,
-    };
-    // SAFETY: the structure is complete; the memory behind it is a live mapping, by the caller's
-    // promise for as long as it matters.
-    check(unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), &memory) })
-}
-
-/// Reads a slot's whole dirty log: bit `b` of word `w` is page `64 * w + b`. `words` must have one
-/// bit for each page, rounded up to 64.
-///
-/// # Safety
-/// The slot has `pages` pages: the kernel writes a bit for each, and knows nothing of `words`.
-pub(crate) unsafe fn get_dirty_log(
-    vm: &VmFd,
-    slot: u32,
-    pages: u64,
-    words: &mut [u64],
-) -> io::Result<()> {
-    assert!(words.len() as u64 >= pages.div_ceil(64), "the log has a bit for each page");
-    let mut log = kvm_dirty_log { slot, ..Default::default() };
-    log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
-    // SAFETY: the kernel writes one bit a page, rounded up to a long (virt/kvm/kvm_main.c,
-    // kvm_dirty_bitmap_bytes), which is inside of `words` as asserted and promised.
-    check(unsafe { ioctl_with_ref(vm, KVM_GET_DIRTY_LOG(), &log) })
-}
-
-/// Catches the next write to the pages whose bits are set. `first_page` is a multiple of 64, and
-/// so is `pages` unless it ends with the slot (Documentation/virt/kvm/api.rst, 4.117).
-pub(crate) fn clear_dirty_log(
-    vm: &VmFd,
-    slot: u32,
-    first_page: u64,
-    pages: u32,
-    words: &[u64],
-) -> io::Result<()> {
-    assert!(words.len() as u64 >= u64::from(pages).div_ceil(64), "a bit for each page");
-    let mut log = kvm_clear_dirty_log { slot, num_pages: pages, first_page, ..Default::default() };
-    log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
-    // SAFETY: the kernel reads one bit a page, inside of `words` as asserted; it does not write.
-    check(unsafe { ioctl_with_ref(vm, KVM_CLEAR_DIRTY_LOG(), &log) })
-}
-
-/// Catches the next write to all pages whose ring entries were harvested, in all rings.
-pub(crate) fn reset_dirty_rings(vm: &VmFd) -> io::Result<()> {
-    // SAFETY: takes no argument.
-    check(unsafe { ioctl(vm, KVM_RESET_DIRTY_RINGS()) })
 }
 
 pub(crate) fn get_sregs2(vcpu: &VcpuFd) -> io::Result<kvm_sregs2> {
@@ -221,42 +151,24 @@ fn tsc_offset_attribute(address: usize) -> kvm_device_attr {
     }
 }
 
-/// A shared mapping of a part of a vCPU's file.
+/// `struct kvm_run` and what follows it: where KVM says why the guest left.
 #[derive(Debug)]
-struct VcpuMapping {
+pub(crate) struct RunArea {
     start: NonNull<u8>,
     bytes: usize,
 }
 
 // SAFETY: memory shared with the kernel, valid in every thread until the drop.
-unsafe impl Send for VcpuMapping {}
+unsafe impl Send for RunArea {}
 // SAFETY: as above; accesses are atomic, or made by the vCPU's thread alone.
-unsafe impl Sync for VcpuMapping {}
+unsafe impl Sync for RunArea {}
 
-impl VcpuMapping {
-    fn map(vcpu: &VcpuFd, offset: u64, bytes: usize) -> io::Result<VcpuMapping> {
-        // SAFETY: the descriptor is open as long as `vcpu` is borrowed.
-        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
-        // SAFETY: a new mapping at an address of the kernel's choice harms nobody.
-        let start = unsafe {
-            let protection = ProtFlags::READ | ProtFlags::WRITE;
-            rustix::mm::mmap(ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, offset)
-        }?;
-        let start = NonNull::new(start.cast()).ok_or_else(io::Error::last_os_error)?;
-        Ok(VcpuMapping { start, bytes })
-    }
-}
-
-impl Drop for VcpuMapping {
+impl Drop for RunArea {
     fn drop(&mut self) {
         // SAFETY: made by `map` with this length, and nobody holds a pointer into it.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
-
-/// `struct kvm_run` and what follows it: where KVM says why the guest left.
-#[derive(Debug)]
-pub(crate) struct RunArea(VcpuMapping);
 
 /// A port access, as KVM describes it.
 #[derive(Clone, Copy, Debug)]
@@ -272,7 +184,15 @@ impl RunArea {
     /// `bytes` is what KVM_GET_VCPU_MMAP_SIZE says.
     pub(crate) fn map(vcpu: &VcpuFd, bytes: usize) -> io::Result<RunArea> {
         assert!(bytes >= size_of::<kvm_run>());
-        VcpuMapping::map(vcpu, 0, bytes).map(RunArea)
+        // SAFETY: the descriptor is open as long as `vcpu` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        // SAFETY: a new mapping at an address of the kernel's choice harms nobody.
+        let start = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap(ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0)
+        }?;
+        let start = NonNull::new(start.cast()).ok_or_else(io::Error::last_os_error)?;
+        Ok(RunArea { start, bytes })
     }
 
     /// While this is not 0, KVM_RUN completes pending I/O and returns EINTR before it enters the
@@ -284,7 +204,7 @@ impl RunArea {
     }
 
     fn run(&self) -> *mut kvm_run {
-        self.0.start.as_ptr().cast()
+        self.start.as_ptr().cast()
     }
 
     /// Enters the guest; `Ok` is an exit reason.
@@ -303,7 +223,7 @@ impl RunArea {
         let offset = usize::try_from(io.data_offset).ok()?;
         let end = offset.checked_add(bytes)?;
         let is_in = u32::from(io.direction) == kvm_bindings::KVM_EXIT_IO_IN;
-        (end <= self.0.bytes).then_some(PortAccess {
+        (end <= self.bytes).then_some(PortAccess {
             is_in,
             size: io.size,
             port: io.port,
@@ -314,11 +234,11 @@ impl RunArea {
 
     /// The bytes of a port access.
     pub(crate) fn port_data(&mut self, access: PortAccess) -> &mut [u8] {
-        assert!(access.offset + access.bytes <= self.0.bytes);
+        assert!(access.offset + access.bytes <= self.bytes);
         // SAFETY: inside the mapping; the kernel touches it only in KVM_RUN, which needs
         // `&mut self` too.
         unsafe {
-            let data = self.0.start.as_ptr().add(access.offset);
+            let data = self.start.as_ptr().add(access.offset);
             std::slice::from_raw_parts_mut(data, access.bytes)
         }
     }
@@ -365,53 +285,4 @@ pub(crate) enum MmioAccess<'a> {
     Read { gpa: u64, data: &'a mut [u8] },
     /// The bytes were written.
     Write { gpa: u64, data: &'a [u8] },
-}
-
-/// The dirty ring of one vCPU (Documentation/virt/kvm/api.rst, 8.29).
-#[derive(Debug)]
-pub(crate) struct DirtyRing {
-    mapping: VcpuMapping,
-    entries: u32,
-    /// The next entry to look at; counts on and on.
-    next: u32,
-}
-
-const DIRTY_GFN_F_DIRTY: u32 = 1;
-const DIRTY_GFN_F_RESET: u32 = 2;
-
-impl DirtyRing {
-    /// `entries` as in the capability: a power of two.
-    pub(crate) fn map(vcpu: &VcpuFd, entries: u32) -> io::Result<DirtyRing> {
-        assert!(entries.is_power_of_two());
-        let bytes = entries as usize * size_of::<kvm_dirty_gfn>();
-        let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE;
-        Ok(DirtyRing { mapping: VcpuMapping::map(vcpu, offset, bytes)?, entries, next: 0 })
-    }
-
-    /// Takes all entries that KVM has published, in order, and gives them back for the reset.
-    /// Returns how many there were.
-    pub(crate) fn harvest(&mut self, mut each: impl FnMut(u32, u64)) -> u32 {
-        let mut taken = 0;
-        while taken < self.entries {
-            let index = (self.next & (self.entries - 1)) as usize;
-            let entry = self.mapping.start.as_ptr().cast::<kvm_dirty_gfn>().wrapping_add(index);
-            // SAFETY: below `entries`, so inside the mapping; the kernel writes the flags with a
-            // release after the rest (virt/kvm/dirty_ring.c, kvm_dirty_gfn_set_dirtied).
-            let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
-            // Acquire: slot and offset are read after the flag that publishes them.
-            if flags.load(Ordering::Acquire) & DIRTY_GFN_F_DIRTY == 0 {
-                break;
-            }
-            // SAFETY: as above; published, so the kernel does not write it before the reset.
-            let (slot, offset) =
-                unsafe { ((&raw const (*entry).slot).read(), (&raw const (*entry).offset).read()) };
-            each(slot, offset);
-            // Release: the kernel's reset, which reads this flag with an acquire, comes after the
-            // reads above.
-            flags.store(DIRTY_GFN_F_RESET, Ordering::Release);
-            self.next = self.next.wrapping_add(1);
-            taken += 1;
-        }
-        taken
-    }
 }

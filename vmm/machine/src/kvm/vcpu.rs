@@ -8,7 +8,6 @@ use super::tsc::TscPlan;
 use super::warm::{self, BLOCK_BYTES, WarmVcpu};
 use super::{rehearsal, start, state, walk};
 use crate::clock;
-use crate::dirty::RingShare;
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
 use kvm_bindings::{
@@ -17,6 +16,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 use martlet_engine::LoadFor;
+use martlet_kvm_dirty::RingShare;
 use martlet_units::{Gpa, Instant, PAGE_SIZE};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

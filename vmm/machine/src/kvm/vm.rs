@@ -1,14 +1,11 @@
 //! What the vCPUs of a KVM VM share: memory slots, interrupt controllers, timer, clock.
 
-use super::raw;
 use super::saved::{SavedClock, SavedHost, SavedIoapic, SavedPit, SavedVm, decode, encode};
 use super::tsc::{self, Moment};
 use super::vcpu::VcpuCommon;
 use super::warm::WarmUp;
 use crate::Accel;
 use crate::clock;
-use crate::dirty::{KvmLog, KvmRing, Rings};
-use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, VmBackend};
 use crate::vcpu::lock;
 use kvm_bindings::{
@@ -17,6 +14,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VmFd;
 use martlet_engine::LoadFor;
+use martlet_kvm_dirty::{KvmLog, KvmRing, KvmRings, KvmSlots};
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::{ClockOffset, Instant};
 use std::io;
@@ -26,48 +24,18 @@ use std::time::Duration;
 
 /// The VM and the memory that its slots point to.
 pub(crate) struct KvmCore {
-    // Before the memory: the slots must not outlive it.
     pub(super) fd: VmFd,
-    ram: Arc<GuestRam>,
+    pub(super) slots: Arc<KvmSlots>,
 }
 
 impl KvmCore {
     /// Gives the VM its memory, one slot a region, of the region's number.
-    pub(super) fn new(fd: VmFd, ram: Arc<GuestRam>) -> io::Result<KvmCore> {
-        let core = KvmCore { fd, ram };
-        core.set_slot_flags(0)?;
-        Ok(core)
-    }
-
-    /// Changes the flags of all slots of guest memory.
     #[expect(unsafe_code, reason = "the slots point to the memory, which is kept")]
-    pub(crate) fn set_slot_flags(&self, flags: u32) -> io::Result<()> {
-        (0..).zip(self.ram.regions()).try_for_each(|(slot, region)| {
-            // SAFETY: each vCPU holds the memory, too.
-            unsafe { raw::set_slot(&self.fd, slot, flags, region) }
-        })
-    }
-
-    /// Reads the dirty log of the region with this number, a bit for each of its pages.
-    #[expect(unsafe_code, reason = "the slot's length is the region's")]
-    pub(crate) fn get_dirty_log(&self, slot: u32, words: &mut [u64]) -> io::Result<()> {
-        let region = self.ram.regions().get(slot as usize).ok_or(io::ErrorKind::NotFound)?;
-        // SAFETY: the slot was made of this region.
-        unsafe { raw::get_dirty_log(&self.fd, slot, region.pages(), words) }
-    }
-
-    pub(crate) fn clear_dirty_log(
-        &self,
-        slot: u32,
-        first_page: u64,
-        pages: u32,
-        words: &[u64],
-    ) -> io::Result<()> {
-        raw::clear_dirty_log(&self.fd, slot, first_page, pages, words)
-    }
-
-    pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
-        raw::reset_dirty_rings(&self.fd)
+    pub(super) fn new(fd: VmFd, ram: Arc<GuestRam>) -> io::Result<KvmCore> {
+        let numbers: Vec<u32> = (0..).take(ram.regions().len()).collect();
+        // SAFETY: each vCPU holds the memory, too.
+        let slots = unsafe { KvmSlots::new(&fd, ram, &numbers) }?;
+        Ok(KvmCore { fd, slots: Arc::new(slots) })
     }
 }
 
@@ -98,14 +66,13 @@ impl ClockReading {
 /// How this VM's dirty pages are found; fixed when it is made.
 pub(super) enum Tracker {
     Log,
-    Ring(Arc<Rings>),
+    Ring(Arc<KvmRings>),
 }
 
 pub(super) struct KvmVm {
     pub(super) core: Arc<KvmCore>,
     /// Behind one more slot of the VM, while there is one.
     pub(super) _warm_up: Option<Arc<WarmUp>>,
-    pub(super) memory: Arc<GuestMemory>,
     pub(super) common: Arc<VcpuCommon>,
     pub(super) host: SavedHost,
     pub(super) tracker: Tracker,
@@ -286,8 +253,8 @@ impl VmBackend for KvmVm {
 
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
         Ok(match &self.tracker {
-            Tracker::Log => Box::new(KvmLog::start(&self.core, &self.memory)?),
-            Tracker::Ring(rings) => Box::new(KvmRing::start(rings, &self.memory)?),
+            Tracker::Log => Box::new(KvmLog::start(&self.core.slots)?),
+            Tracker::Ring(rings) => Box::new(KvmRing::start(rings)?),
         })
     }
 

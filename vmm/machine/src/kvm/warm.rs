@@ -15,11 +15,11 @@
 //! (arch/x86/kvm/mmu/mmu.c, kvm_mmu_get_child_sp). The memory stays mapped, since taking a slot away
 //! makes KVM drop all that (kvm_arch_flush_shadow_memslot); a guest's memory map does not name it.
 
-use super::raw;
 use crate::boot::tables;
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::{BackendError, Level3Tables, Start};
 use kvm_ioctls::VmFd;
+use martlet_kvm_dirty::KvmSlots;
 use martlet_ram::GuestRam;
 use martlet_units::{Gfn, Gpa, PAGE_SIZE, PageCount, PageRange};
 use std::io;
@@ -96,7 +96,7 @@ impl WarmUp {
         let warm_up = WarmUp { memory: GuestMemory::new(Arc::new(own)), base: above * PAGE_SIZE };
         warm_up.prepare();
         // SAFETY: the machine has the memory until its vCPUs' threads have ended.
-        unsafe { raw::set_slot(vm, SLOT, 0, &warm_up.memory.ram().regions()[0]) }
+        unsafe { KvmSlots::new(vm, Arc::clone(warm_up.memory.ram()), &[SLOT]) }
             .map_err(BackendError::host("map memory to warm up"))?;
         Ok(warm_up)
     }

@@ -36,8 +36,8 @@ pub(crate) fn copy_ram(source: &Machine, target: &Arc<martlet_ram::GuestRam>) {
     for region in source.guest_ram().regions() {
         let mut at = 0;
         // Holes of the file are zero at both ends.
-        while let Ok(data) = rustix::fs::seek(region.fd(), SeekFrom::Data(at)) {
-            let end = rustix::fs::seek(region.fd(), SeekFrom::Hole(data)).unwrap();
+        while let Ok(data) = rustix::fs::seek(region.file().unwrap().fd, SeekFrom::Data(at)) {
+            let end = rustix::fs::seek(region.file().unwrap().fd, SeekFrom::Hole(data)).unwrap();
             for offset in (data..end).step_by(page.len()) {
                 let gpa = Gpa(region.range().start().0 * PAGE_SIZE + offset);
                 assert!(source.memory.read(gpa, &mut page));

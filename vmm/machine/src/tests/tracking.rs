@@ -46,7 +46,6 @@ impl Writer {
         );
         let entry = plan.unwrap().start(0, 0).rip;
         assert!(machine.memory.write(Gpa(entry), WRITER));
-        machine.memory.forget_written();
         machine.continue_by_owner().unwrap();
         Writer { machine, commands: 0 }
     }

@@ -226,7 +226,7 @@ fn tracking_sees_every_write_of_the_program() {
     let mut source = match vm.track() {
         Ok(source) => source,
         Err(error) => {
-            println!("skipped: {error}: {}", error.source);
+            println!("skipped: {error:?}");
             running.stop();
             return;
         }

@@ -88,9 +88,8 @@ impl Driver<'_> {
         self.tracker = Some(self.vmm.track()?);
         let mut touched = 0;
         for (region, (_, bitmap)) in self.ram.regions().iter().zip(self.dirty.iter()) {
-            touched += mark_touched(region, bitmap).map_err(|source| TrackError {
-                operation: format!("finding the touched pages of {}", region.range()),
-                source,
+            touched += mark_touched(region, bitmap).map_err(|source| {
+                TrackError::host(format!("finding the touched pages of {}", region.range()), source)
             })?;
         }
         self.shared.update(|progress| progress.pages.untouched = self.ram.pages().0 - touched);

@@ -13,8 +13,8 @@ use crate::devices::PulseIrq;
 use crate::memory::GuestMemory;
 use crate::vcpu::lock;
 use martlet_guest_program::NicPlace;
-use martlet_ram::{RamBitmap, TrackError};
-use martlet_units::{Gpa, Instant};
+use martlet_ram::{GuestRam, RamBitmap, TrackError};
+use martlet_units::{Gfn, Gpa, Instant};
 use martlet_vdpa::Counters;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -354,18 +354,18 @@ impl Nics {
     pub(crate) fn set_dirty_log(&self, on: bool) -> Result<(), TrackError> {
         self.standing.logs_writes.store(on, Ordering::SeqCst);
         for card in &self.cards {
-            card.set_dirty_log(on).map_err(|error| TrackError {
-                operation: format!("logging the writes of network card {}", card.number),
-                source: io::Error::other(error.to_string()),
+            card.set_dirty_log(on).map_err(|error| {
+                let operation = format!("logging the writes of network card {}", card.number);
+                TrackError::host(operation, io::Error::other(error.to_string()))
             })?;
         }
         Ok(())
     }
 
     /// Adds the pages that devices wrote since the last call.
-    pub(crate) fn take_dirty(&self, memory: &GuestMemory, into: &RamBitmap) {
+    pub(crate) fn take_dirty(&self, ram: &GuestRam, into: &RamBitmap) {
         for card in &self.cards {
-            card.device.take_dirty(&mut |first, word| memory.mark(into, first, word));
+            card.device.take_dirty(&mut |first, word| ram.mark_word(into, Gfn(first), word));
         }
     }
 

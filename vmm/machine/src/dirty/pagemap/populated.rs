@@ -52,6 +52,7 @@ impl Populated {
 fn pages_of_file(region: &RamRegion) -> io::Result<u64> {
     /// `st_blocks` counts these whatever the block size (stat(3type)).
     const BLOCK_BYTES: u64 = 512;
-    let blocks = u64::try_from(rustix::fs::fstat(region.fd())?.st_blocks).unwrap_or(0);
+    let file = region.file().ok_or(io::ErrorKind::Unsupported)?;
+    let blocks = u64::try_from(rustix::fs::fstat(file.fd)?.st_blocks).unwrap_or(0);
     Ok(blocks / (PAGE_SIZE / BLOCK_BYTES))
 }

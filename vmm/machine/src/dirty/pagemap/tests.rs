@@ -19,7 +19,7 @@ fn tracker(ram: &Arc<GuestRam>) -> Option<PagemapTracker> {
     match PagemapTracker::new(Arc::clone(ram)) {
         Ok(tracker) => Some(tracker),
         Err(error) => {
-            println!("skipped: {error}: {}", error.source);
+            println!("skipped: {error:?}");
             None
         }
     }

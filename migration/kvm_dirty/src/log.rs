@@ -4,58 +4,58 @@
 //! to its page set it again. So a page that was reported and not rearmed is reported by each sync:
 //! harmless, since it is dirty until it is rearmed and sent.
 
-use super::Logging;
-use crate::kvm::KvmCore;
-use crate::memory::GuestMemory;
+use crate::KvmSlots;
+use crate::slots::Logging;
 use martlet_bitmap::WORD_BITS;
 use martlet_ram::{DirtySource, RamBitmap, RegionIndex, TrackError};
+use std::fmt;
 use std::sync::Arc;
 
 /// Words of the log that are looked at together; most are zero.
 const STRIDE: usize = 8;
 
-pub(crate) struct KvmLog {
-    core: Arc<KvmCore>,
-    memory: Arc<GuestMemory>,
+/// KVM's log of all slots, from its start to its drop. It is the only one: whoever else reads the
+/// log of these slots (`KVM_GET_DIRTY_LOG`) meanwhile may not clear it.
+pub struct KvmLog {
+    slots: Arc<KvmSlots>,
     regions: Vec<Region>,
     _logging: Logging,
 }
 
 struct Region {
-    slot: u32,
     pages: u64,
     /// Bits that were read and not cleared since.
     read: Box<[u64]>,
 }
 
 impl KvmLog {
-    pub(crate) fn start(
-        core: &Arc<KvmCore>,
-        memory: &Arc<GuestMemory>,
-    ) -> Result<KvmLog, TrackError> {
-        let regions = (0u32..)
-            .zip(memory.ram().regions())
-            .map(|(slot, region)| {
-                let pages = region.pages();
-                let words = usize::try_from(pages.div_ceil(WORD_BITS)).expect("fits the host");
-                Region { slot, pages, read: vec![0; words].into_boxed_slice() }
-            })
-            .collect();
-        let logging = Logging::start(core)?;
-        Ok(KvmLog {
-            core: Arc::clone(core),
-            memory: Arc::clone(memory),
-            regions,
-            _logging: logging,
-        })
+    /// Switches logging on, with manual protection. Only for a VM without dirty rings.
+    pub fn start(slots: &Arc<KvmSlots>) -> Result<KvmLog, TrackError> {
+        let regions = slots.ram().regions().iter().map(|region| {
+            let pages = region.pages();
+            let words = usize::try_from(pages.div_ceil(WORD_BITS)).expect("fits the host");
+            Region { pages, read: vec![0; words].into_boxed_slice() }
+        });
+        let regions = regions.collect();
+        slots.protect_manually().map_err(|source| {
+            TrackError::host("KVM_ENABLE_CAP of manual dirty log protection (Linux 5.1)", source)
+        })?;
+        let logging = Logging::start(slots)?;
+        Ok(KvmLog { slots: Arc::clone(slots), regions, _logging: logging })
+    }
+}
+
+impl fmt::Debug for KvmLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KvmLog of {:?}", self.slots)
     }
 }
 
 impl DirtySource for KvmLog {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
         for (index, region) in (0..).map(RegionIndex).zip(&mut self.regions) {
-            self.core.get_dirty_log(region.slot, &mut region.read).map_err(|source| {
-                TrackError { operation: format!("KVM_GET_DIRTY_LOG of region {}", index.0), source }
+            self.slots.get_dirty_log(index, &mut region.read).map_err(|source| {
+                TrackError::host(format!("KVM_GET_DIRTY_LOG of region {}", index.0), source)
             })?;
             let bitmap = into.region(index);
             for (stride, words) in region.read.chunks(STRIDE).enumerate() {
@@ -67,7 +67,6 @@ impl DirtySource for KvmLog {
                 }
             }
         }
-        self.memory.take_written(into);
         Ok(())
     }
 
@@ -92,11 +91,9 @@ impl DirtySource for KvmLog {
         let page = first_page + begin as u64 * WORD_BITS;
         let pages = (mask.len() as u64 * WORD_BITS).min(region.pages - page);
         let pages = u32::try_from(pages).expect("one call names part of a region");
-        self.core.clear_dirty_log(region.slot, page, pages, &mask).map_err(|source| {
-            TrackError {
-                operation: format!("KVM_CLEAR_DIRTY_LOG of region {} page {page}", index.0),
-                source,
-            }
+        self.slots.clear_dirty_log(index, page, pages, &mask).map_err(|source| {
+            let what = format!("KVM_CLEAR_DIRTY_LOG of region {} page {page}", index.0);
+            TrackError::host(what, source)
         })?;
         for (read, cleared) in read[begin..end].iter_mut().zip(&mask) {
             *read &= !cleared;
