@@ -1,6 +1,6 @@
 //! The control connection: whole messages both ways.
 
-use crate::Stream;
+use crate::{Connection, Stream};
 use martlet_wire::control::{Control, STATE_BYTES_MAX};
 use martlet_wire::frame::{self, DecodeError, FRAME_HEADER_BYTES, FrameHeader, Kind, Reader};
 use std::io;
@@ -39,8 +39,8 @@ pub enum ReceiveError {
 
 /// Sends and receives [`Control`] messages on one connection.
 #[derive(Debug)]
-pub struct ControlLink {
-    stream: Stream,
+pub struct ControlLink<C = Stream> {
+    stream: C,
     reader: Reader,
     out: Vec<u8>,
     /// Bytes of `out` that the kernel has.
@@ -51,9 +51,9 @@ pub struct ControlLink {
     sent_bytes: u64,
 }
 
-impl ControlLink {
+impl<C: Connection> ControlLink<C> {
     /// Takes a connection whose hello is done; who reads it decides what may come.
-    pub fn new(stream: Stream, reader: Reader) -> ControlLink {
+    pub fn new(stream: C, reader: Reader) -> ControlLink<C> {
         ControlLink {
             stream,
             reader,
@@ -157,7 +157,7 @@ impl ControlLink {
     }
 
     /// The connection, to wait on or to break.
-    pub fn stream(&self) -> &Stream {
+    pub fn stream(&self) -> &C {
         &self.stream
     }
 

@@ -1,8 +1,8 @@
 //! A data channel: pages straight from guest memory into guest memory, and barriers.
 
-use crate::Stream;
 use crate::funnel::{Funnel, FunnelError};
 use crate::raw::{Outgoing, Room};
+use crate::{Connection, Stream};
 use martlet_ram::{
     BadRun, GuestRam, LostPage, PageBatch, PlaceError, Placer, RegionIndex, Run, RunKind, Target,
 };
@@ -18,19 +18,13 @@ use zerocopy::IntoBytes;
 
 /// The sending end of a channel. Allocates nothing after it was made.
 #[derive(Debug)]
-pub struct PageSender {
-    stream: Stream,
+pub struct PageSender<C = Stream> {
+    stream: C,
     entries: Vec<RunEntry>,
     room: Room,
 }
 
 impl PageSender {
-    /// Takes a connection whose hello is done.
-    pub fn new(stream: Stream) -> PageSender {
-        let room = Room::with_capacity(RUNS_MAX + 2);
-        PageSender { stream, entries: Vec::with_capacity(RUNS_MAX), room }
-    }
-
     /// Sends a batch that is not empty, as one frame, straight from guest memory. A page that
     /// the guest changes meanwhile may arrive torn: it is dirty then, and comes again.
     ///
@@ -49,6 +43,14 @@ impl PageSender {
         let mut pieces = self.room.outgoing();
         pieces.push_bytes(header.as_bytes());
         send_all(&self.stream, pieces)
+    }
+}
+
+impl<C: Connection> PageSender<C> {
+    /// Takes a connection whose hello is done.
+    pub fn new(stream: C) -> PageSender<C> {
+        let room = Room::with_capacity(RUNS_MAX + 2);
+        PageSender { stream, entries: Vec::with_capacity(RUNS_MAX), room }
     }
 
     /// As [`PageSender::send`], without waiting. Call it again with the same batch, and nothing
@@ -95,11 +97,15 @@ impl Partly {
         self.is_all
     }
 
-    fn send(&mut self, stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> {
+    fn send(
+        &mut self,
+        stream: &impl Connection,
+        mut pieces: Outgoing<'_>,
+    ) -> io::Result<ByteCount> {
         let before = self.bytes;
         pieces.skip(self.bytes);
         while !pieces.is_done() {
-            match pieces.send(stream.as_fd()) {
+            match stream.send(&mut pieces) {
                 Ok(sent) => self.bytes += sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -215,8 +221,8 @@ enum Stage {
 /// The receiving end of a channel: a frame may come in any number of pieces. Allocates nothing
 /// after it was made.
 #[derive(Debug)]
-pub struct PageReceiver {
-    stream: Stream,
+pub struct PageReceiver<C = Stream> {
+    stream: C,
     stage: Stage,
     header: [u8; PAGES_HEADER_BYTES],
     entries: Box<[u8]>,
@@ -243,7 +249,8 @@ struct Payload {
     room: Room,
     /// A run in hand that is written to its region's file.
     file: Option<RegionIndex>,
-    funnel: Funnel,
+    /// `None` for a connection from which the kernel moves nothing into files.
+    funnel: Option<Funnel>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -253,14 +260,14 @@ enum Piece {
 }
 
 impl Payload {
-    fn new() -> io::Result<Payload> {
+    fn new(into_files: bool) -> io::Result<Payload> {
         Ok(Payload {
             runs: Vec::with_capacity(RUNS_MAX),
             next: 0,
             done: 0,
             room: Room::with_capacity(RUNS_IN_HAND_MAX),
             file: None,
-            funnel: Funnel::new()?,
+            funnel: into_files.then(Funnel::new).transpose()?,
         })
     }
 
@@ -274,23 +281,30 @@ impl Payload {
     }
 
     /// Reads what the socket has now.
-    fn advance(&mut self, stream: &Stream, placer: &Placer) -> Result<usize, PagesReceiveError> {
+    fn advance(
+        &mut self,
+        stream: &impl Connection,
+        placer: &Placer,
+    ) -> Result<usize, PagesReceiveError> {
+        let ram = placer.ram();
+        let (Some(funnel), Some(fd)) = (&mut self.funnel, stream.fd()) else {
+            return self.fill_memory(stream, ram);
+        };
         if self.file.is_none()
             && let Some(Piece::File { region, offset, bytes }) = self.runs.get(self.next)
         {
-            self.funnel.begin(*offset, *bytes);
+            funnel.begin(*offset, *bytes);
             self.file = Some(*region);
             self.next += 1;
         }
-        let ram = placer.ram();
         let region = self.file.and_then(|at| Some((at, ram.region(at)?)));
         let Some((index, region, file)) =
             region.and_then(|(index, region)| Some((index, region, region.file()?)))
         else {
             return self.fill_memory(stream, ram);
         };
-        let got = self.funnel.advance(stream.as_fd(), file.fd);
-        if self.funnel.is_done() {
+        let got = funnel.advance(fd, file.fd);
+        if funnel.is_done() {
             self.file = None;
         }
         got.map_err(|error| match error {
@@ -300,7 +314,11 @@ impl Payload {
     }
 
     /// Fills the runs up to the next one for the file.
-    fn fill_memory(&mut self, stream: &Stream, ram: &GuestRam) -> Result<usize, PagesReceiveError> {
+    fn fill_memory(
+        &mut self,
+        stream: &impl Connection,
+        ram: &GuestRam,
+    ) -> Result<usize, PagesReceiveError> {
         let mut pieces = self.room.incoming();
         let mut done = self.done;
         for piece in &self.runs[self.next..] {
@@ -312,7 +330,7 @@ impl Payload {
             memory.advance(std::mem::take(&mut done));
             pieces.push(&memory);
         }
-        let got = pieces.receive(stream.as_fd()).map_err(|error| {
+        let got = stream.receive(pieces).map_err(|error| {
             let lost = is_bad_memory(&error).then(|| self.first_lost(ram)).flatten();
             lost.map_or(PagesReceiveError::Io(error), PagesReceiveError::Lost)
         })?;
@@ -344,12 +362,13 @@ fn bytes_of(pages: u32) -> usize {
     (u64::from(pages) * PAGE_SIZE) as usize
 }
 
-impl PageReceiver {
+impl<C: Connection> PageReceiver<C> {
     /// Takes a connection whose hello is done. Pages go where `placer` says.
     ///
     /// # Errors
     /// If the host gives no pipe.
-    pub fn new(stream: Stream, placer: Arc<Placer>) -> io::Result<PageReceiver> {
+    pub fn new(stream: C, placer: Arc<Placer>) -> io::Result<PageReceiver<C>> {
+        let payload = Payload::new(stream.fd().is_some())?;
         Ok(PageReceiver {
             stream,
             placer,
@@ -357,7 +376,7 @@ impl PageReceiver {
             header: [0; PAGES_HEADER_BYTES],
             entries: vec![0; RUNS_BYTES_MAX].into_boxed_slice(),
             filled: 0,
-            payload: Payload::new()?,
+            payload,
         })
     }
 
@@ -433,12 +452,14 @@ impl PageReceiver {
             let (region, first_page, count) = (RegionIndex(run.region), run.first_page, run.count);
             match run.kind {
                 pages::RunKind::Data => {
+                    let memory = Piece::Memory { region, first_page, count };
+                    let takes_files = self.payload.funnel.is_some();
                     self.payload.runs.push(
                         match placer.data_target(region, first_page, count)? {
-                            Target::Memory(_) => Piece::Memory { region, first_page, count },
-                            Target::File { region, offset, bytes } => {
+                            Target::File { region, offset, bytes } if takes_files => {
                                 Piece::File { region, offset, bytes }
                             }
+                            Target::File { .. } | Target::Memory(_) => memory,
                         },
                     );
                 }
@@ -453,7 +474,7 @@ impl PageReceiver {
 }
 
 fn read_piece(
-    stream: &Stream,
+    stream: &impl Connection,
     buffer: &mut [u8],
     filled: &mut usize,
 ) -> Result<ByteCount, PagesReceiveError> {

@@ -1,7 +1,7 @@
 //! The first bytes on every connection, both ways.
 
 use crate::stream::Stream;
-use crate::{Address, Target, Until};
+use crate::{Address, Connection, Target, Until};
 use martlet_wire::hello::{
     HELLO_BYTES, Hello, HelloError, HelloReply, REPLY_BYTES, check_hello_prefix, check_reply_prefix,
 };
@@ -116,7 +116,7 @@ impl Default for Greeting {
 impl Greeting {
     /// Reads what is there, without waiting; `None` until it is whole. Whoever speaks something
     /// else is told apart at the first wrong byte. The caller answers with [`reply`].
-    pub fn advance(&mut self, stream: &Stream) -> Result<Option<Hello>, GreetingError> {
+    pub fn advance(&mut self, stream: &impl Connection) -> Result<Option<Hello>, GreetingError> {
         while self.filled < HELLO_BYTES {
             match stream.read_now(&mut self.bytes[self.filled..]) {
                 Ok(got) => self.filled += got,

@@ -10,6 +10,7 @@
 //! Sockets never block: a call that may wait takes or names its bound.
 
 mod address;
+mod connection;
 mod control;
 mod data;
 mod funnel;
@@ -24,12 +25,14 @@ mod target;
 mod wake;
 
 pub use address::{Address, ParseAddressError};
+pub use connection::Connection;
 pub use control::{ControlLink, ReceiveError};
 pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError, Partly};
 pub use greeting::{
     GREETING_MAX, Greeting, GreetingError, connect, connect_all, connect_first, reply,
 };
 pub use listener::Listener;
+pub use raw::{Incoming, Outgoing};
 pub use rdma_link::{
     ParseProviderError, Provider, RdmaAccept, RdmaOptions, RdmaReceiver, RdmaSender, Received, Sent,
 };

@@ -45,7 +45,7 @@ fn push<'a>(list: &mut Vec<libc::iovec>, piece: &RawSlice<'a>) {
 /// Memory to send, and how far that has come. Borrows all of its pieces: none can go away, and no
 /// header can change, while they are sent.
 #[derive(Debug)]
-pub(crate) struct Outgoing<'a> {
+pub struct Outgoing<'a> {
     list: &'a mut Vec<libc::iovec>,
     /// First piece that is not finished.
     next: usize,
@@ -86,6 +86,24 @@ impl<'a> Outgoing<'a> {
         Ok(sent)
     }
 
+    /// As sending, into memory of this process: as much as there is room for.
+    ///
+    /// # Errors
+    /// `EFAULT`, as the kernel says it, if a page can't be read.
+    pub fn copy_to(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut filled = 0;
+        while let Some(piece) = self.list.get(self.next).filter(|_| filled < buffer.len()) {
+            let bytes = piece.iov_len.min(buffer.len() - filled);
+            let into = &mut buffer[filled..filled + bytes];
+            // SAFETY: within the piece, which is borrowed for longer than the call.
+            unsafe { martlet_raw_memory::read(piece.iov_base.cast_const().cast(), into) }
+                .map_err(|_| io::Error::from_raw_os_error(libc::EFAULT))?;
+            self.advance(bytes);
+            filled += bytes;
+        }
+        Ok(filled)
+    }
+
     fn advance(&mut self, mut bytes: usize) {
         while bytes > 0 {
             let piece = &mut self.list[self.next];
@@ -102,7 +120,7 @@ impl<'a> Outgoing<'a> {
 
 /// Guest memory to fill by one call.
 #[derive(Debug)]
-pub(crate) struct Incoming<'a> {
+pub struct Incoming<'a> {
     list: &'a mut Vec<libc::iovec>,
     _memory: PhantomData<RawSlice<'a>>,
 }
@@ -115,6 +133,22 @@ impl<'a> Incoming<'a> {
 
     pub(crate) fn len(&self) -> usize {
         self.list.len()
+    }
+
+    /// Fills as much as there are bytes of this process; how many were used.
+    ///
+    /// # Errors
+    /// `EFAULT`, as the kernel says it, if a page can't be written.
+    pub fn copy_from(self, bytes: &[u8]) -> io::Result<usize> {
+        let mut used = 0;
+        for piece in self.list.iter() {
+            let from = &bytes[used..bytes.len().min(used + piece.iov_len)];
+            // SAFETY: within the piece, which is guest memory borrowed for longer than the call.
+            unsafe { martlet_raw_memory::write(piece.iov_base.cast(), from) }
+                .map_err(|_| io::Error::from_raw_os_error(libc::EFAULT))?;
+            used += from.len();
+        }
+        Ok(used)
     }
 
     /// Fills as much as the socket has now, and says how much that was; `WouldBlock` if it has

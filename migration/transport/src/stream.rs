@@ -1,6 +1,7 @@
 //! One connection, TCP or Unix, never blocking without a bound.
 
-use crate::{Target, Until, raw};
+use crate::raw::{Incoming, Outgoing};
+use crate::{Connection, Target, Until, raw};
 use martlet_units::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -160,19 +161,6 @@ impl Stream {
         }
     }
 
-    /// Reads what is there now into `buffer`; `WouldBlock` if nothing is, `UnexpectedEof` at the
-    /// end.
-    pub(crate) fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let (_, got) = rustix::net::recv(&self.fd, buffer, RecvFlags::DONTWAIT)?;
-        if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(got) }
-    }
-
-    /// Writes what there is room for now; `WouldBlock` if that is nothing.
-    pub(crate) fn write_now(&self, bytes: &[u8]) -> io::Result<usize> {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        Ok(rustix::net::send(&self.fd, bytes, flags)?)
-    }
-
     /// Writes all of `bytes`, with a bound on every wait.
     pub(crate) fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
@@ -200,6 +188,30 @@ impl Stream {
             }
         }
         Ok(())
+    }
+}
+
+impl Connection for Stream {
+    fn read_now(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let (_, got) = rustix::net::recv(&self.fd, buffer, RecvFlags::DONTWAIT)?;
+        if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(got) }
+    }
+
+    fn write_now(&self, bytes: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        Ok(rustix::net::send(&self.fd, bytes, flags)?)
+    }
+
+    fn send(&self, pieces: &mut Outgoing<'_>) -> io::Result<usize> {
+        pieces.send(self.as_fd())
+    }
+
+    fn receive(&self, pieces: Incoming<'_>) -> io::Result<usize> {
+        pieces.receive(self.as_fd())
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
     }
 }
 

@@ -1,5 +1,6 @@
 //! [`RdmaMessage`]s on a stream, read to the byte: page frames may follow the last one.
 
+use crate::Connection;
 use crate::Stream;
 use martlet_wire::rdma::{RDMA_HEADER_BYTES, RdmaError, RdmaHeader, RdmaMessage};
 use rustix::event::PollFlags;
