@@ -292,7 +292,7 @@ pub struct Query {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
 #[cbor(index_only)]
 pub enum Fate {
-    /// This process never heard of it.
+    /// This process never heard of it, or abandoned it and forgot.
     #[n(0)]
     Unknown,
     /// The guest runs, or ran, here: the source must never start it.

@@ -3,6 +3,7 @@
 //!
 //! `martlet-engine` drives it in a process and is what a VMM uses; it re-exports what concerns one.
 
+pub mod destination;
 mod error;
 mod report;
 mod vmm;

@@ -18,6 +18,13 @@ pub enum RunState {
     Paused,
 }
 
+impl RunState {
+    /// Running, or paused.
+    pub fn of(running: bool) -> RunState {
+        if running { RunState::Running } else { RunState::Paused }
+    }
+}
+
 /// All vCPUs of a guest are stopped.
 #[derive(Debug)]
 pub struct Paused {

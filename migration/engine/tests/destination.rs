@@ -7,6 +7,7 @@ mod fake;
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
 use martlet_transport::Address;
+use martlet_wire::hello::Hello;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -134,6 +135,18 @@ fn a_machine_that_nobody_wants_any_more_is_not_built_to_its_end() {
     last_error(&receiver);
     factory.hold_build.store(false, Ordering::SeqCst);
     moves_now(&source, &receiver, &factory);
+}
+
+/// Who has connected and said nothing yet keeps no other from the place.
+#[test]
+fn a_source_that_says_nothing_holds_nobody_up() {
+    let (receiver, factory) = receiver();
+    let silent: Vec<_> = (0..20)
+        .map(|_| martlet_transport::connect(&receiver.address(), &Hello::control()).unwrap())
+        .collect();
+    assert_eq!(receiver.status(), ReceiveStatus::Listening { last_error: None });
+    moves_now(&FakeVmm::booted(), &receiver, &factory);
+    drop(silent);
 }
 
 #[test]

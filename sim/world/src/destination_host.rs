@@ -236,7 +236,7 @@ impl World {
         match work {
             DestinationWork::Build if failed => {
                 let reason = "not enough memory".to_owned();
-                self.tell_destination(DestinationEvent::BuildFailed { reason })
+                self.tell_destination(DestinationEvent::HostFailed { reason })
             }
             DestinationWork::Build => {
                 self.destination.machine = Some(Machine::waiting(self.scenario.pages));
@@ -244,7 +244,7 @@ impl World {
             }
             DestinationWork::Load { .. } if failed => {
                 let reason = "this CPU lacks a feature".to_owned();
-                self.tell_destination(DestinationEvent::LoadFailed { reason })
+                self.tell_destination(DestinationEvent::HostFailed { reason })
             }
             DestinationWork::Load { bytes, rehearsal } => self.load(&bytes, rehearsal),
             DestinationWork::Digest => {

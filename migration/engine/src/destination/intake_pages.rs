@@ -7,10 +7,10 @@
 
 use super::events::Event;
 use super::intake::Look;
-use super::rounds::RoundCount;
 use crate::host;
 use crate::mailbox::Mailbox;
-use martlet_ram::Placer;
+use martlet_core::destination::RoundCount;
+use martlet_ram::{LostPage, Placer};
 use martlet_transport::{Arrival, PageReceiver, PagesReceiveError, Stream, Wake, wait_any};
 use rustix::event::{PollFd, PollFlags};
 use std::io;
@@ -202,18 +202,39 @@ fn drain_or_finish(channel: &Channel, reading: &mut Reading, common: &Common) ->
     }
     match drain(reading, common) {
         Ok(rest) => rest,
-        Err(reason) => {
+        Err(why) => {
             reading.receiver.finish();
-            lose(channel, common, reading.next_round.checked_sub(1), &reason);
+            let last_barrier = reading.next_round.checked_sub(1);
+            match why {
+                Why::Lost(page) => tell(common, Event::page_lost(page)),
+                Why::Ended(reason) => lose(channel, common, last_barrier, &reason),
+            }
             Rest::Nothing
         }
     }
 }
 
-fn drain(reading: &mut Reading, common: &Common) -> Result<Rest, String> {
+/// Why a channel can't be read any more.
+enum Why {
+    /// This host can't write a page.
+    Lost(LostPage),
+    /// In one line.
+    Ended(String),
+}
+
+impl From<PagesReceiveError> for Why {
+    fn from(error: PagesReceiveError) -> Why {
+        match error {
+            PagesReceiveError::Lost(page) => Why::Lost(page),
+            error => Why::Ended(error.to_string()),
+        }
+    }
+}
+
+fn drain(reading: &mut Reading, common: &Common) -> Result<Rest, Why> {
     let mut taken = 0;
     for _ in 0..READS_AT_ONCE {
-        match reading.receiver.advance().map_err(|error: PagesReceiveError| error.to_string())? {
+        match reading.receiver.advance()? {
             Arrival::Nothing => return Ok(Rest::Nothing),
             Arrival::Bytes(bytes) => {
                 common.bytes.fetch_add(bytes.0, Ordering::Relaxed);
@@ -222,7 +243,8 @@ fn drain(reading: &mut Reading, common: &Common) -> Result<Rest, String> {
             Arrival::Barrier { round } => {
                 common.bytes.fetch_add(1, Ordering::Relaxed);
                 let is_in = common.rounds.pass(reading.next_round, round);
-                let is_in = is_in.map_err(|why| format!("the peer broke the protocol: {why}"))?;
+                let is_in = is_in
+                    .map_err(|why| Why::Ended(format!("the peer broke the protocol: {why}")))?;
                 reading.next_round = round.saturating_add(1);
                 if is_in {
                     common.events.post(Event::RoundReceived { round });
@@ -237,9 +259,13 @@ fn drain(reading: &mut Reading, common: &Common) -> Result<Rest, String> {
 }
 
 fn lose(channel: &Channel, common: &Common, last_barrier: Option<u32>, why: &str) {
+    let reason = format!("data channel {}: {why}", channel.number);
+    tell(common, Event::channel_lost(last_barrier, reason));
+}
+
+fn tell(common: &Common, event: Event) {
     if !common.stop.load(Ordering::Relaxed) {
-        let reason = format!("data channel {}: {why}", channel.number);
-        common.events.post(Event::ChannelLost { last_barrier, reason });
+        common.events.post(event);
     }
 }
 

@@ -5,9 +5,9 @@
 
 use super::events::Event;
 use super::intake::Look;
-use super::rounds::RoundCount;
 use crate::host;
 use crate::mailbox::Mailbox;
+use martlet_core::destination::RoundCount;
 use martlet_ram::{GuestRam, Placer};
 use martlet_transport::{RdmaAccept, RdmaReceiver, Received, Stream, Wake};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -154,7 +154,7 @@ fn lose(common: &Common, why: &str) {
     if !common.stop.swap(true, Ordering::Relaxed) {
         let last_barrier = common.next_round.load(Ordering::Relaxed).checked_sub(1);
         let reason = format!("RDMA: {why}");
-        common.events.post(Event::ChannelLost { last_barrier, reason });
+        common.events.post(Event::channel_lost(last_barrier, reason));
     }
 }
 

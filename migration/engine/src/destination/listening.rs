@@ -1,23 +1,23 @@
 //! Who is let in: one thread reads the greetings of all connections, sends each where it belongs,
 //! and answers the queries. It never waits for one of them.
 
-use super::attempt;
 use super::events::Event;
+use super::serving;
 use super::shared::Shared;
 use crate::host;
 use crate::mailbox::Mailbox;
+use martlet_protocol::limits::SETUP_WAIT_MAX;
 use martlet_transport::{
     ControlLink, GREETING_MAX, Greeting, GreetingError, Listener, Stream, chain, monotonic_now,
     reply, wait_any,
 };
 use martlet_units::Instant;
-use martlet_wire::control::Control;
-use martlet_wire::frame::Reader;
+use martlet_wire::control::{Abandon, Control, Setup};
+use martlet_wire::frame::{Kind, Reader};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tracing::{debug, warn};
 
@@ -28,8 +28,13 @@ const CONNECTIONS_MAX: usize = 256;
 /// Connections that are accepted before those that are there are looked at again.
 const ACCEPTS_AT_ONCE: usize = 32;
 
-/// Sources that wait at the same time for an attempt to end.
+/// Sources that wait at the same time for an attempt to end, and those that were let in and have not
+/// yet said what they bring: one more of them takes the place of the oldest.
 const SOURCES_MAX: usize = 8;
+
+/// How long a second source waits for the first one's attempt to end before it is turned away: one
+/// that tries again at once may come before the attempt that it gave up has ended here.
+const BUSY_GRACE: Duration = Duration::from_secs(1);
 
 /// The listener looks this often whether it should end.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -46,12 +51,11 @@ pub(super) fn run(listener: &Listener, shared: &Arc<Shared>) {
         listener,
         shared,
         connections: Vec::new(),
-        sources: Arc::new(AtomicUsize::new(0)),
         accept_at: None,
         spare: spare(),
         is_short: false,
     };
-    while !shared.is_stopping() {
+    while !shared.is_closed() {
         if let Err(panic) = host::guarded(|| reception.step()) {
             warn!(%panic, "while serving connections; all of them are dropped");
             reception.connections.clear();
@@ -73,6 +77,10 @@ struct Connection {
 enum Speaking {
     /// Its hello is being read.
     Greeting(Greeting, Stream),
+    /// A source waits, at this version, for the attempt of another one to end.
+    Queueing(u16, Stream),
+    /// A source was let in; its setup is being read.
+    Introducing(ControlLink),
     /// Its query is.
     Asking(ControlLink),
 }
@@ -80,8 +88,16 @@ enum Speaking {
 impl Connection {
     fn stream(&self) -> &Stream {
         match &self.speaking {
-            Speaking::Greeting(_, stream) => stream,
-            Speaking::Asking(link) => link.stream(),
+            Speaking::Greeting(_, stream) | Speaking::Queueing(_, stream) => stream,
+            Speaking::Introducing(link) | Speaking::Asking(link) => link.stream(),
+        }
+    }
+
+    /// What is waited for. Nobody listens to a source that queues, but its end is heard.
+    fn wanted(&self) -> PollFlags {
+        match self.speaking {
+            Speaking::Queueing(..) => PollFlags::empty(),
+            _ => PollFlags::IN,
         }
     }
 }
@@ -91,8 +107,6 @@ struct Reception<'a> {
     shared: &'a Arc<Shared>,
     /// From the oldest to the newest.
     connections: Vec<Connection>,
-    /// Threads that begin an attempt or wait to.
-    sources: Arc<AtomicUsize>,
     /// No connection is accepted before.
     accept_at: Option<Instant>,
     /// Open only to be closed when the host gives no other descriptor.
@@ -104,14 +118,23 @@ struct Reception<'a> {
 impl Reception<'_> {
     fn step(&mut self) {
         let ready = self.wait();
+        // Before the looks: what changes from here on is seen by the next one.
+        self.shared.wake.lower();
         let now = monotonic_now();
         let mut ready = ready.into_iter();
         for connection in std::mem::take(&mut self.connections) {
             let is_ready = ready.next().unwrap_or(false);
-            if is_ready {
-                self.advance(connection);
-            } else if now < connection.deadline {
-                self.connections.push(connection);
+            match connection.speaking {
+                Speaking::Queueing(..) if is_ready => {}
+                Speaking::Queueing(version, stream) => {
+                    self.queue(version, stream, connection.deadline);
+                }
+                _ if is_ready => self.advance(connection),
+                Speaking::Introducing(link) if now >= connection.deadline => {
+                    self.turn_away(link, &format!("no setup came within {SETUP_WAIT_MAX:?}"));
+                }
+                _ if now < connection.deadline => self.connections.push(connection),
+                _ => {}
             }
         }
         self.accept(now);
@@ -129,8 +152,8 @@ impl Reception<'_> {
             PollFd::new(&self.shared.wake, PollFlags::IN),
             PollFd::new(self.listener, accepts),
         ];
-        let streams = self.connections.iter().map(Connection::stream);
-        fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
+        let polled = self.connections.iter();
+        fds.extend(polled.map(|waiting| PollFd::new(waiting.stream(), waiting.wanted())));
         if let Err(error) = wait_any(&mut fds, limit) {
             warn!(%error, "cannot wait for connections");
             std::thread::sleep(ACCEPT_PAUSE);
@@ -195,6 +218,17 @@ impl Reception<'_> {
                 Err(GreetingError::Io(error)) => debug!(%error, "a connection said nothing"),
                 Err(error) => debug!(%error, "a connection was turned away"),
             },
+            Speaking::Queueing(version, stream) => self.queue(version, stream, deadline),
+            Speaking::Introducing(mut link) => {
+                match link.try_receive_if(|kind| kind == Kind::SETUP) {
+                    Ok(Some(Control::Setup(setup))) => self.begin(link, setup),
+                    Ok(_) => {
+                        let speaking = Speaking::Introducing(link);
+                        self.connections.push(Connection { speaking, deadline });
+                    }
+                    Err(error) => self.turn_away(link, &chain(&error)),
+                }
+            }
             Speaking::Asking(mut link) => match link.try_receive() {
                 Ok(Some(Control::Query(query))) => {
                     link.queue(&Control::Answer(self.shared.answer(query.migration)));
@@ -220,7 +254,7 @@ impl Reception<'_> {
             }
         };
         match hello.role {
-            Role::CONTROL => self.begin(version, stream),
+            Role::CONTROL => self.queue(version, stream, monotonic_now().after(BUSY_GRACE)),
             Role::DATA => self.shared.admit_channel(hello, version, stream),
             Role::RDMA if self.shared.takes_rdma => {
                 self.shared.admit_channel(hello, version, stream);
@@ -237,50 +271,69 @@ impl Reception<'_> {
         }
     }
 
-    /// Runs an attempt on a thread of its own, where it may have to wait for the one before.
-    fn begin(&self, version: u16, stream: Stream) {
-        if self.sources.load(Ordering::Relaxed) >= SOURCES_MAX {
-            return drop(reply(&stream, &HelloReply::refuse(Status::BUSY)));
+    /// Lets a source in as soon as no other is served, if that is before the deadline.
+    fn queue(&mut self, version: u16, stream: Stream, deadline: Instant) {
+        let is_queueing = |speaking: &Speaking| matches!(speaking, Speaking::Queueing(..));
+        match self.shared.refusal() {
+            None => {
+                if let Err(error) = reply(&stream, &HelloReply::accept(version)) {
+                    return self.shared.note_failure(format!("the source hung up: {error}"));
+                }
+                self.make_room(|speaking| matches!(speaking, Speaking::Introducing(_)));
+                let speaking = Speaking::Introducing(ControlLink::new(stream, Reader::Destination));
+                let deadline = monotonic_now().after(SETUP_WAIT_MAX);
+                self.connections.push(Connection { speaking, deadline });
+            }
+            Some(Status::BUSY)
+                if monotonic_now() < deadline && self.count(is_queueing) < SOURCES_MAX =>
+            {
+                let speaking = Speaking::Queueing(version, stream);
+                self.connections.push(Connection { speaking, deadline });
+            }
+            Some(status) => drop(reply(&stream, &HelloReply::refuse(status))),
         }
-        let place = Place::take(&self.sources);
-        let shared = Arc::clone(self.shared);
+    }
+
+    fn count(&self, such: impl Fn(&Speaking) -> bool) -> usize {
+        self.connections.iter().filter(|connection| such(&connection.speaking)).count()
+    }
+
+    /// Closes the oldest of such connections if there are as many as may be.
+    fn make_room(&mut self, such: impl Fn(&Speaking) -> bool) {
+        if self.count(&such) >= SOURCES_MAX
+            && let Some(oldest) = self.connections.iter().position(|it| such(&it.speaking))
+        {
+            self.connections.remove(oldest);
+        }
+    }
+
+    /// A source has said what it brings: from now on it has the place, unless another was faster.
+    fn begin(&self, mut link: ControlLink, setup: Setup) {
+        let events: Arc<Mailbox<Event>> = match Mailbox::new() {
+            Ok(events) => Arc::new(events),
+            Err(error) => return self.turn_away(link, &format!("the host is short: {error}")),
+        };
+        let ledger = match self.shared.begin_attempt(setup.migration, &events) {
+            Ok(ledger) => ledger,
+            Err(status) => {
+                link.queue(&Control::Abandon(Abandon::because(status.to_string())));
+                return drop(link.flush());
+            }
+        };
+        let (shared, kept) = (Arc::clone(self.shared), ledger.clone());
         let begun = host::spawn("martlet-attempt", move || {
-            let _place = place;
-            begin(version, stream, &shared);
+            serving::run(link, setup, ledger, &shared, events);
         });
         if let Err(error) = begun {
             warn!(%error, "cannot begin an attempt");
+            self.shared.end_attempt(kept, Some(format!("cannot start a thread: {error}")));
         }
     }
-}
 
-/// One of [`SOURCES_MAX`].
-struct Place(Arc<AtomicUsize>);
-
-impl Place {
-    fn take(of: &Arc<AtomicUsize>) -> Place {
-        of.fetch_add(1, Ordering::Relaxed);
-        Place(Arc::clone(of))
+    /// A source came to nothing; it is told why, as far as it listens.
+    fn turn_away(&self, mut link: ControlLink, reason: &str) {
+        link.queue(&Control::Abandon(Abandon::because(reason)));
+        drop(link.flush());
+        self.shared.note_failure(reason.to_owned());
     }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-fn begin(version: u16, stream: Stream, shared: &Arc<Shared>) {
-    let events: Arc<Mailbox<Event>> = match Mailbox::new() {
-        Ok(events) => Arc::new(events),
-        Err(_) => return drop(reply(&stream, &HelloReply::refuse(Status::LIMIT))),
-    };
-    let ledger = match shared.begin_attempt(&events) {
-        Ok(ledger) => ledger,
-        Err(status) => return drop(reply(&stream, &HelloReply::refuse(status))),
-    };
-    if let Err(error) = reply(&stream, &HelloReply::accept(version)) {
-        return shared.end_attempt(None, Err(format!("the source hung up: {error}")));
-    }
-    attempt::run(ControlLink::new(stream, Reader::Destination), ledger, shared, &events);
 }

@@ -1,36 +1,20 @@
 //! Taking a guest in.
 
-mod attempt;
 mod events;
 mod intake;
 mod intake_pages;
 mod intake_rdma;
 mod listening;
-mod rounds;
+mod serving;
 mod shared;
 
 use crate::{DestinationFactory, Peer, host};
+pub use martlet_core::destination::ReceiveStatus;
 use martlet_transport::{Address, Listener, RdmaAccept, Stream};
 use martlet_units::ByteCount;
 use shared::Shared;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// How a destination stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReceiveStatus {
-    /// Nobody migrates here now. After a failed attempt the reason stands here.
-    Listening {
-        /// Why the attempt before failed.
-        last_error: Option<String>,
-    },
-    /// A source is connected.
-    Active,
-    /// The guest has arrived: it was started, or left paused as it came.
-    Arrived,
-    /// The receiver was stopped before a guest arrived.
-    Stopped,
-}
 
 /// Who is at the other end.
 fn peer_of(stream: &Stream) -> Peer {
@@ -108,9 +92,10 @@ impl Receiver {
         self.shared.wait(timeout)
     }
 
-    /// Stops listening. An attempt is abandoned, and a commit that is not complete refused, unless
-    /// the guest is being started already. Then wait for the status: before it is final, this
-    /// process owes its source an answer.
+    /// Takes no guest any more. An attempt is abandoned, and a commit that is not complete refused,
+    /// unless the guest is being started already. Then wait for the status: before it is final, this
+    /// process owes its source an answer. A guest that has arrived all the same stays, and whoever
+    /// asks what became of it is answered, until this is called once it is here.
     pub fn stop(&self) {
         self.shared.stop();
     }

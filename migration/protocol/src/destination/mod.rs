@@ -42,6 +42,8 @@ pub struct Destination {
     rounds: u32,
     /// Whether the source has sent the right to run the guest.
     saw_commit: bool,
+    /// The right to run the guest was made here: there is no way back.
+    has_made_permit: bool,
     /// Those that the source was told of.
     rounds_told: u32,
 }
@@ -70,6 +72,7 @@ impl Destination {
             channels: 0,
             rounds: 0,
             saw_commit: false,
+            has_made_permit: false,
             rounds_told: 0,
         };
         destination.deadline = phase_deadline(now, DestinationPhase::Waiting);
@@ -169,7 +172,7 @@ impl Destination {
 
     /// Whether the right to run the guest was made here, even if a step panicked since.
     pub fn has_made_permit(&self) -> bool {
-        self.migration.is_some_and(|name| self.ledger.fate(name) == Fate::Committed)
+        self.has_made_permit
     }
 
     /// Ends the attempt wherever it stands, even in the middle of a step that panicked, and gives
@@ -179,7 +182,11 @@ impl Destination {
         if let Some(migration) = self.migration
             && self.ledger.fate(migration) == Fate::Unknown
         {
-            self.ledger.record_abandoned(migration, self.saw_commit);
+            if self.has_made_permit {
+                self.ledger.record_arrived(migration);
+            } else {
+                self.ledger.record_abandoned(migration, self.saw_commit);
+            }
         }
         self.ledger
     }

@@ -106,9 +106,9 @@ impl Destination {
             Input::Event(DestinationEvent::Cancel { reason }) => {
                 self.fail(state, Failure::Cancelled { reason })
             }
-            Input::Event(
-                DestinationEvent::BuildFailed { reason } | DestinationEvent::LoadFailed { reason },
-            ) => self.fail(state, Failure::Host { reason }),
+            Input::Event(DestinationEvent::HostFailed { reason }) => {
+                self.fail(state, Failure::Host { reason })
+            }
             Input::Event(DestinationEvent::Received(message)) => {
                 self.on_message(now, state, message)
             }
@@ -368,6 +368,7 @@ impl Destination {
                 if self.rounds > last_round =>
             {
                 let running = arrival.running();
+                self.has_made_permit = true;
                 let permit = arrival.into_permit();
                 self.actions.push_back(DestinationAction::Start { permit, running });
                 State::Starting { commit_at, ready_at: now }

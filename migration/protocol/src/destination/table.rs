@@ -22,11 +22,10 @@ pub(crate) enum Kind {
     GotPing,
     GotDestinationMessage,
     Built,
-    BuildFailed,
+    HostFailed,
     ChannelsConnected,
     RoundReceived,
     StateLoaded,
-    LoadFailed,
     OwnDigest,
     Started,
     Alive,
@@ -46,12 +45,11 @@ impl Kind {
             DestinationEvent::Malformed { .. } => Kind::Malformed,
             DestinationEvent::ControlLost { .. } => Kind::ControlLost,
             DestinationEvent::Built => Kind::Built,
-            DestinationEvent::BuildFailed { .. } => Kind::BuildFailed,
+            DestinationEvent::HostFailed { .. } => Kind::HostFailed,
             DestinationEvent::ChannelsConnected => Kind::ChannelsConnected,
             DestinationEvent::ChannelLost { .. } => Kind::ChannelLost,
             DestinationEvent::RoundReceived { .. } => Kind::RoundReceived,
             DestinationEvent::StateLoaded { .. } => Kind::StateLoaded,
-            DestinationEvent::LoadFailed { .. } => Kind::LoadFailed,
             DestinationEvent::OwnDigest(_) => Kind::OwnDigest,
             DestinationEvent::Started { .. } => Kind::Started,
             DestinationEvent::Alive(_) => Kind::Alive,
@@ -86,11 +84,10 @@ impl Kind {
             Kind::GotPing => "Ping",
             Kind::GotDestinationMessage => "a message that no source sends here",
             Kind::Built => "a built machine",
-            Kind::BuildFailed => "a failed build",
+            Kind::HostFailed => "a failure of its host",
             Kind::ChannelsConnected => "connected channels",
             Kind::RoundReceived => "a round",
             Kind::StateLoaded => "a loaded state",
-            Kind::LoadFailed => "a failed load",
             Kind::OwnDigest => "a digest",
             Kind::Started => "a started guest",
             Kind::Alive => "a sign of life",
@@ -125,11 +122,10 @@ pub(crate) fn reaction(phase: DestinationPhase, kind: Kind) -> Reaction<Destinat
         | Kind::GotPing
         | Kind::GotDestinationMessage => on_message(phase, kind),
         Kind::Built
-        | Kind::BuildFailed
+        | Kind::HostFailed
         | Kind::ChannelsConnected
         | Kind::RoundReceived
         | Kind::StateLoaded
-        | Kind::LoadFailed
         | Kind::OwnDigest
         | Kind::Started
         | Kind::Alive => on_report(phase, kind),
@@ -163,18 +159,21 @@ fn on_message(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase>
 fn on_report(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
     match (phase, kind) {
         (Building, Kind::Built) => Act(&[Accepting]),
-        (Building, Kind::BuildFailed) => Act(&[Abandoned]),
+        (Building | Accepting | Receiving | Armed | Committing, Kind::HostFailed) => {
+            Act(&[Abandoned])
+        }
         (Accepting, Kind::ChannelsConnected) => Act(&[Receiving]),
         (Receiving, Kind::RoundReceived | Kind::StateLoaded) => Act(&[Receiving]),
-        (Receiving | Armed | Committing, Kind::LoadFailed) => Act(&[Abandoned]),
         (Armed, Kind::RoundReceived | Kind::StateLoaded | Kind::OwnDigest) => Act(&[Armed]),
         (Committing, Kind::RoundReceived | Kind::StateLoaded) => Act(&[Committing, Starting]),
         (Starting, Kind::Started) => Act(&[Running, Arrived]),
         (Running, Kind::Alive) => Act(&[Arrived]),
         // Whoever built it while the attempt was given up has to drop it.
         (Abandoned, Kind::Built) => Act(&[Abandoned]),
-        // A round behind the last one, or a second sign of life.
-        (Starting | Running | Arrived, Kind::RoundReceived | Kind::Alive) => Ignore,
+        // A round behind the last one, a second sign of life, or what no longer matters.
+        (Starting | Running | Arrived, Kind::RoundReceived | Kind::Alive | Kind::HostFailed) => {
+            Ignore
+        }
         (Abandoned, _) => Ignore,
         // The data channels may run ahead of the control connection, but not of the channels' own
         // acceptance; and pages without end are the peer's doing.
@@ -207,7 +206,7 @@ pub(crate) const PHASES: [DestinationPhase; 10] = [
 ];
 
 #[cfg(test)]
-pub(crate) const KINDS: [Kind; 24] = [
+pub(crate) const KINDS: [Kind; 23] = [
     Kind::GotSetup,
     Kind::GotRehearse,
     Kind::GotSwitchoverSoon,
@@ -218,11 +217,10 @@ pub(crate) const KINDS: [Kind; 24] = [
     Kind::GotPing,
     Kind::GotDestinationMessage,
     Kind::Built,
-    Kind::BuildFailed,
+    Kind::HostFailed,
     Kind::ChannelsConnected,
     Kind::RoundReceived,
     Kind::StateLoaded,
-    Kind::LoadFailed,
     Kind::OwnDigest,
     Kind::Started,
     Kind::Alive,

@@ -78,10 +78,9 @@ fn events() -> Vec<DestinationEvent> {
         message(Control::Ping(Ping { sent_ns: 1 })),
         message(Control::ChannelsReady),
         DestinationEvent::Built,
-        DestinationEvent::BuildFailed { reason: reason() },
+        DestinationEvent::HostFailed { reason: reason() },
         DestinationEvent::ChannelsConnected,
         DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 },
-        DestinationEvent::LoadFailed { reason: reason() },
         DestinationEvent::OwnDigest([3; 32]),
         DestinationEvent::Started { at: T0 },
         DestinationEvent::Alive(Alive {
@@ -228,7 +227,7 @@ fn a_commit_waits_for_pages_and_state() {
 #[test]
 fn an_incomplete_commit_is_refused_for_ever() {
     for event in [
-        DestinationEvent::LoadFailed { reason: reason() },
+        DestinationEvent::HostFailed { reason: reason() },
         DestinationEvent::ChannelLost { last_barrier: Some(LAST - 1), reason: reason() },
         DestinationEvent::ChannelLost { last_barrier: None, reason: reason() },
         DestinationEvent::Received(Control::Abandon(Abandon::because("?"))),

@@ -37,9 +37,9 @@ pub enum DestinationEvent {
     },
     /// [`DestinationAction::Build`] is done.
     Built,
-    /// [`DestinationAction::Build`] can't be done.
-    BuildFailed {
-        /// Why.
+    /// This host can't do its part: build the machine, load a state, digest or keep memory.
+    HostFailed {
+        /// What failed, and why.
         reason: String,
     },
     /// [`DestinationAction::AcceptChannels`] is done: all are there.
@@ -63,11 +63,6 @@ pub enum DestinationEvent {
         load_ns: u64,
         /// Entering a vCPU and leaving it at once.
         start_ns: u64,
-    },
-    /// [`DestinationAction::LoadState`] can't be done.
-    LoadFailed {
-        /// Why.
-        reason: String,
     },
     /// [`DestinationAction::ComputeDigest`] is done.
     OwnDigest([u8; 32]),

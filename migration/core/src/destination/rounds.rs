@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// What all channels of an attempt count together. A channel can't run ahead: the next round's
 /// barrier is an error until the source was told that this one is in, as it waits for that.
 #[derive(Debug)]
-pub(super) struct RoundCount {
+pub struct RoundCount {
     channels: u64,
     /// Barriers of all channels.
     passed: AtomicU64,
@@ -14,14 +14,15 @@ pub(super) struct RoundCount {
 }
 
 impl RoundCount {
-    pub(super) fn new(channels: usize) -> RoundCount {
+    /// Nothing has come on these channels.
+    pub fn new(channels: usize) -> RoundCount {
         let (passed, told) = (AtomicU64::new(0), AtomicU32::new(0));
         RoundCount { channels: channels as u64, passed, told }
     }
 
     /// The barrier of `round` came on a channel that has passed those below `next`. Returns whether
     /// the round is in; the error says what is wrong with the barrier.
-    pub(super) fn pass(&self, next: u32, round: u32) -> Result<bool, String> {
+    pub fn pass(&self, next: u32, round: u32) -> Result<bool, String> {
         if round != next {
             return Err(format!("the barrier of round {round} where {next}'s was expected"));
         }
@@ -35,7 +36,7 @@ impl RoundCount {
     }
 
     /// The source is being told that a round is in.
-    pub(super) fn tell(&self, round: u32) {
+    pub fn tell(&self, round: u32) {
         self.told.store(round.saturating_add(1), Ordering::Relaxed);
     }
 }
