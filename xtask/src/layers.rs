@@ -6,8 +6,8 @@ use std::process::Command;
 
 /// Zones from the top to the bottom. A crate may depend on its own zone and those below, but see
 /// [`SIBLINGS_APART`] and [`SIDEWAYS_FORBIDDEN`].
-const ZONES: [&str; 9] =
-    ["tests", "apps", "sim", "vmm", "migration", "drivers", "models", "abi", "base"];
+const ZONES: [&str; 10] =
+    ["examples", "tests", "apps", "sim", "vmm", "migration", "drivers", "models", "abi", "base"];
 
 /// Zones whose crates must not know each other: a driver or a model stands alone.
 const SIBLINGS_APART: [&str; 2] = ["drivers", "models"];
@@ -19,6 +19,9 @@ const GROUND: [&str; 3] = ["martlet-fault-plan", "martlet-soft-bus", "martlet-ve
 /// A zone and one below it that it must not name all the same, but in dev-dependencies. Drivers
 /// never know models, and models never know drivers: only the binary interface joins them.
 const SIDEWAYS_FORBIDDEN: [(&str, &str); 1] = [("drivers", "models")];
+
+/// All that an example may name of this project: it stands for who uses the library.
+const LIBRARY: (&str, &str) = ("examples", "martlet-engine");
 
 /// Crates outside the order: they build and check the others.
 const OUTSIDE: [&str; 1] = ["xtask"];
@@ -68,6 +71,7 @@ fn wrong_arrows(metadata: &Value) -> Result<Vec<String>, String> {
             let up = rank(to).is_none_or(|to| to < depth);
             let sideways = !dev
                 && ((from == *to && SIBLINGS_APART.contains(&from) && !GROUND.contains(&target))
+                    || (from == LIBRARY.0 && target != LIBRARY.1)
                     || SIDEWAYS_FORBIDDEN.contains(&(from, to)));
             if up || sideways {
                 wrong.push(format!("{name} ({from}) must not depend on {target} ({to})"));
@@ -87,7 +91,15 @@ mod tests {
     use serde_json::json;
 
     fn arrows(dependencies: &[(&str, &str, Option<&str>)]) -> Vec<String> {
-        let folders = ["base/low", "drivers/one", "drivers/two", "models/toy", "apps/top"];
+        let folders = [
+            "base/low",
+            "drivers/one",
+            "drivers/two",
+            "models/toy",
+            "migration/martlet-engine",
+            "apps/top",
+            "examples/user",
+        ];
         let packages: Vec<Value> = folders
             .iter()
             .map(|folder| {
@@ -111,6 +123,12 @@ mod tests {
                 .is_empty()
         );
         assert_eq!(arrows(&[("low", "top", None)]), ["low (base) must not depend on top (apps)"]);
+    }
+
+    #[test]
+    fn an_example_knows_the_library_only() {
+        assert!(arrows(&[("user", "martlet-engine", None), ("user", "serde", None)]).is_empty());
+        assert_eq!(arrows(&[("user", "low", None)]).len(), 1);
     }
 
     #[test]

@@ -98,7 +98,9 @@ pub trait SourceVmm: Send + Sync {
     fn rehearse(&self) -> Result<Rehearsal, Error>;
 
     /// Takes this share of a running guest's time away, 0 to 99 per cent.
-    fn set_throttle(&self, percent: u8);
+    fn set_throttle(&self, percent: u8) {
+        let _ = percent;
+    }
 
     /// Tells all devices that write guest memory by themselves to finish what they are at and stop,
     /// together; waits for nothing. The vCPUs run on: what they give to a device meanwhile, it
@@ -127,10 +129,12 @@ pub trait SourceVmm: Send + Sync {
     fn resume(&self, permit: RunPermit, state: RunState);
 
     /// After the commit: the guest has left for good. vCPU threads may end.
-    fn moved_away(&self);
+    fn moved_away(&self) {}
 
     /// The last heartbeat that left this process, on `CLOCK_MONOTONIC`.
-    fn last_heartbeat(&self) -> Option<Instant>;
+    fn last_heartbeat(&self) -> Option<Instant> {
+        None
+    }
 
     /// For each network card, when it served its last frame in this process, on
     /// `CLOCK_MONOTONIC`.
@@ -139,7 +143,9 @@ pub trait SourceVmm: Send + Sync {
     }
 
     /// What the guest says of itself.
-    fn guest_check(&self) -> Option<GuestCheck>;
+    fn guest_check(&self) -> Option<GuestCheck> {
+        None
+    }
 }
 
 /// Who is at the other end of a migration, as far as this host's kernel knows it.
@@ -215,7 +221,9 @@ pub trait DestinationVmm: Send + Sync {
 
     /// The blackout is near: the threads of the vCPUs stay awake from now on, yielding, for at
     /// most `limit`.
-    fn arm(&self, limit: Duration);
+    fn arm(&self, limit: Duration) {
+        let _ = limit;
+    }
 
     /// Runs the guest, or leaves it paused. Its devices are not waited for.
     fn start(&self, permit: RunPermit, state: RunState);
@@ -233,7 +241,9 @@ pub trait DestinationVmm: Send + Sync {
     }
 
     /// The first heartbeat that left this process, on `CLOCK_MONOTONIC`.
-    fn first_heartbeat(&self) -> Option<Instant>;
+    fn first_heartbeat(&self) -> Option<Instant> {
+        None
+    }
 
     /// For each network card, when it served its first frame in this process.
     fn first_frames(&self) -> Vec<Option<Instant>> {

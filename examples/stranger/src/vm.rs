@@ -1,0 +1,184 @@
+//! The VM: memory of vm-memory, one vCPU, one device; and what the engine asks of it.
+#![allow(unsafe_code)]
+// UNSAFETY: gives memory to KVM.
+
+use crate::device::Device;
+use crate::vcpu::Vcpu;
+use crate::{Fail, guest, lock};
+use kvm_ioctls::Kvm;
+use martlet_engine::kvm::{KvmLog, KvmSlots};
+use martlet_engine::{
+    BuildRequest, DestinationFactory, DestinationVmm, DirtyMarker, DirtySource, Error, GuestRam,
+    Instant, LoadFor, PAGE_SIZE, Paused, Rehearsal, RunPermit, RunState, SourceVmm, TrackError,
+    Tracker, monotonic_now,
+};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+const MEMORY_BYTES: usize = 64 << 20;
+const DESCRIPTION: &[u8] = b"stranger 1";
+
+pub(crate) struct Vm {
+    vcpu: Arc<Vcpu>,
+    device: Arc<Device>,
+    /// The right to run the guest, while it is here.
+    permit: Mutex<Option<RunPermit>>,
+    slots: Arc<KvmSlots>,
+}
+
+impl Vm {
+    /// Boots a new guest.
+    pub(crate) fn boot() -> Result<Arc<Vm>, Fail> {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)])?;
+        let entry = guest::load(&memory)?;
+        let vm = Vm::new(&memory)?;
+        vm.vcpu.begin(entry)?;
+        vm.start(RunPermit::for_new_guest(), RunState::Running);
+        vm.device.go()?;
+        Ok(Arc::new(vm))
+    }
+
+    fn new(memory: &GuestMemoryMmap) -> Result<Vm, Fail> {
+        let kvm = Kvm::new()?;
+        let vm = kvm.create_vm()?;
+        let ram = Arc::new(GuestRam::from_vm_memory(memory)?);
+        let numbers: Vec<u32> = (0..).take(ram.regions().len()).collect();
+        // SAFETY: the vCPU's thread has ended when this VM is dropped, and the memory with it.
+        let slots = unsafe { KvmSlots::new(&vm, Arc::clone(&ram), &numbers) }?;
+        let device = Device::new(DirtyMarker::new(ram));
+        let vcpu = Vcpu::new(&kvm, &vm)?;
+        Ok(Vm { vcpu, device, permit: Mutex::default(), slots: Arc::new(slots) })
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        self.vcpu.stop();
+        self.device.stop();
+        let _ = self.vcpu.wait();
+        self.device.wait();
+    }
+}
+
+/// Says what was being done.
+fn when(doing: &'static str) -> impl Fn(Fail) -> Error {
+    move |error| Error::vmm(doing, error.to_string())
+}
+
+impl SourceVmm for Vm {
+    fn machine_description(&self) -> Vec<u8> {
+        DESCRIPTION.to_vec()
+    }
+
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(self.slots.ram())
+    }
+
+    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+        let tracker = Tracker::lease(self.slots.ram())?;
+        let vcpu = KvmLog::start(&self.slots)?;
+        Ok(Box::new(tracker.with(Box::new(vcpu)).with(Box::new(self.device.marker.source()))))
+    }
+
+    fn rehearse(&self) -> Result<Rehearsal, Error> {
+        let begin = monotonic_now();
+        self.vcpu.stop();
+        self.vcpu.wait().map_err(when("rehearse the stop"))?;
+        let pause = monotonic_now().since(begin);
+        let state = self.vcpu.save();
+        self.vcpu.run();
+        let save = monotonic_now().since(begin) - pause;
+        Ok(Rehearsal { pause, save, state: state.map_err(when("rehearse the stop"))? })
+    }
+
+    fn begin_suspend(&self) {
+        self.device.stop();
+    }
+
+    fn wait_suspended(&self) -> Result<(), Error> {
+        self.device.wait();
+        Ok(())
+    }
+
+    fn begin_pause(&self) {
+        self.vcpu.stop();
+    }
+
+    fn wait_paused(&self) -> Result<Paused, Error> {
+        self.vcpu.wait().map_err(when("stop the guest"))?;
+        let permit = lock(&self.permit).take();
+        let permit = permit.ok_or_else(|| Error::vmm("stop the guest", "it is not here"))?;
+        Ok(Paused { permit, was: RunState::Running })
+    }
+
+    fn take_state(&self) -> Result<Vec<u8>, Error> {
+        self.vcpu.save().map_err(when("save the state"))
+    }
+
+    fn resume(&self, permit: RunPermit, state: RunState) {
+        self.start(permit, state);
+        self.device.go().expect("its memory is here");
+    }
+
+    fn last_heartbeat(&self) -> Option<Instant> {
+        self.vcpu.ticks().last
+    }
+}
+
+impl DestinationVmm for Vm {
+    fn ram(&self) -> Arc<GuestRam> {
+        Arc::clone(self.slots.ram())
+    }
+
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
+        self.vcpu.load(state).map_err(when("load the state"))?;
+        Ok(Duration::ZERO)
+    }
+
+    fn start(&self, permit: RunPermit, state: RunState) {
+        *lock(&self.permit) = Some(permit);
+        if state == RunState::Running {
+            self.vcpu.run();
+        }
+    }
+
+    fn resume_devices(&self) -> Result<(), Error> {
+        self.device.go().map_err(when("resume the device"))
+    }
+
+    fn first_heartbeat(&self) -> Option<Instant> {
+        self.vcpu.ticks().first
+    }
+}
+
+/// Builds VMs for guests that arrive, and keeps the last one.
+#[derive(Default)]
+pub(crate) struct Factory(Mutex<Option<Arc<Vm>>>);
+
+impl Factory {
+    pub(crate) fn take(&self) -> Option<Arc<Vm>> {
+        lock(&self.0).take()
+    }
+
+    fn make(request: &BuildRequest<'_>) -> Result<Vm, Fail> {
+        if request.description != DESCRIPTION {
+            return Err("it is of another kind".into());
+        }
+        let ranges: Result<Vec<_>, Fail> = (request.layout.iter())
+            .map(|range| {
+                let bytes = usize::try_from(range.pages().to_bytes().0)?;
+                Ok((GuestAddress(range.start().0 * PAGE_SIZE), bytes))
+            })
+            .collect();
+        Vm::new(&GuestMemoryMmap::from_ranges(&ranges?)?)
+    }
+}
+
+impl DestinationFactory for Factory {
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
+        let vm = Arc::new(Factory::make(request).map_err(when("build the VM"))?);
+        *lock(&self.0) = Some(Arc::clone(&vm));
+        Ok(vm)
+    }
+}
