@@ -56,13 +56,32 @@ pub const THREADS_KEY_VARIABLE: &str = "MARTLET_THREADS_KEY";
 /// Whether whoever sends a guest with this description may have its code run here.
 pub(crate) fn check_peer(description: &[u8], peer: Peer) -> Result<(), String> {
     let shows_key = || Description::from_bytes(description).is_ok_and(|them| them.shows_key());
-    if peer == Peer::SameUser || shows_key() {
+    if shows_key() {
         return Ok(());
+    }
+    if peer == Peer::SameUser {
+        let own = rustix::process::geteuid().as_raw();
+        let overflow = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+        if !stands_for_others(own, overflow.ok().as_deref()) {
+            return Ok(());
+        }
+        return Err(format!(
+            "this process runs as user {own}, for which the kernel takes everybody whom this user \
+             namespace does not know: it can't tell whether the guest on threads, which would be a \
+             part of it, comes from the same user"
+        ));
     }
     Err(format!(
         "a guest on threads is a part of this process, so it comes only over a Unix socket from a \
          process of the same user, or from one with the same {THREADS_KEY_VARIABLE}"
     ))
+}
+
+/// Whether the kernel shows users whom a namespace does not know under this number, too
+/// (Documentation/admin-guide/sysctl/kernel.rst, overflowuid).
+fn stands_for_others(user: u32, overflow: Option<&str>) -> bool {
+    const NOBODY: u32 = 65534;
+    user == overflow.and_then(|text| text.trim().parse().ok()).unwrap_or(NOBODY)
 }
 
 /// Builds the backend; `description` is what the source's [`VmBackend::description`] gave, none

@@ -566,3 +566,19 @@ fn a_fault_of_the_host_is_still_fatal() {
         .unwrap();
     assert_eq!(status.signal(), Some(libc::SIGSEGV));
 }
+
+#[test]
+fn a_user_that_stands_for_others_is_nobody_in_particular() {
+    for (user, overflow, expected) in [
+        (0, Some("65534\n"), false),
+        (1000, Some("65534\n"), false),
+        (65534, Some("65534\n"), true),
+        (1000, Some("1000\n"), true),
+        (65534, Some("1000\n"), false),
+        (65534, None, true),
+        (65534, Some("none"), true),
+        (0, None, false),
+    ] {
+        assert_eq!(stands_for_others(user, overflow), expected, "{user} {overflow:?}");
+    }
+}
