@@ -19,7 +19,7 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use martlet_kvm_dirty::KvmRings;
 use std::io;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 /// Three pages below 4 GiB, in the hole, that Intel processors need for real mode (KVM_SET_TSS_ADDR)
@@ -101,6 +101,7 @@ pub(crate) fn build(
         tsc_is_scaled,
         tsc: TscPlan::default(),
         vm_loads: VmLoads::default(),
+        wall_clock: AtomicU64::new(0),
         is_armed: AtomicBool::new(false),
         has_nested_state: fd_has(KVM_CAP_NESTED_STATE),
         has_pre_fault: fd_has(KVM_CAP_PRE_FAULT_MEMORY),
@@ -118,6 +119,8 @@ pub(crate) fn build(
         None => None,
     };
     let run_bytes = kvm("KVM_GET_VCPU_MMAP_SIZE", kvm_fd.get_vcpu_mmap_size())?;
+    let fds: Vec<_> = fds.into_iter().map(Arc::new).collect();
+    let first = Arc::clone(&fds[0]);
     let vcpus = (0..)
         .zip(fds.into_iter().zip(shares))
         .map(|(number, (fd, share))| {
@@ -128,6 +131,7 @@ pub(crate) fn build(
         .collect::<Result<_, BackendError>>()?;
     let vm = KvmVm {
         core,
+        first,
         _warm_up: warm_up,
         common,
         host: SavedHost { cpuid, tsc_khz },

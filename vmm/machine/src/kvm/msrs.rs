@@ -22,7 +22,7 @@ pub(super) const MSR_IA32_TSC: u32 = 0x10;
 pub(super) const MSR_IA32_TSC_DEADLINE: u32 = 0x6e0;
 const MSR_KVM_WALL_CLOCK: u32 = 0x11;
 const MSR_KVM_SYSTEM_TIME: u32 = 0x12;
-const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
+pub(super) const MSR_KVM_WALL_CLOCK_NEW: u32 = 0x4b56_4d00;
 /// Bit 0 says that the guest uses kvmclock.
 pub(super) const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
 const MSR_KVM_POLL_CONTROL: u32 = 0x4b56_4d05;
@@ -53,9 +53,12 @@ enum Kind {
     /// Saved with the others; loaded by a vCPU right before it enters the guest for the first
     /// time, because it names guest memory that KVM writes from then on.
     Held,
+    /// Saved with the others; loaded once for all vCPUs, before any of them enters the guest: KVM
+    /// keeps one number for all, and writes the time there as it is loaded.
+    WallClock,
     /// Neither saved nor loaded with the others: the TSC and its deadline, whose order among the
-    /// rest matters; orders, which the guest's own write has had carried out (the wall clock is
-    /// written to memory once, at that moment); and what no guest of this machine has.
+    /// rest matters; orders, which the guest's own write has had carried out; and what no guest of
+    /// this machine has.
     Apart,
 }
 
@@ -63,27 +66,41 @@ fn kind(index: u32) -> Kind {
     match index {
         MSR_IA32_TSC
         | MSR_IA32_TSC_DEADLINE
-        | MSR_KVM_WALL_CLOCK
-        | MSR_KVM_WALL_CLOCK_NEW
         | MSR_KVM_ASYNC_PF_ACK
         | HYPERV_FIRST..=HYPERV_LAST => Kind::Apart,
+        MSR_KVM_WALL_CLOCK | MSR_KVM_WALL_CLOCK_NEW => Kind::WallClock,
         MSR_KVM_POLL_CONTROL | MSR_KVM_ASYNC_PF_INT | MSR_KVM_MIGRATION_CONTROL => Kind::Plain,
         MSR_KVM_SYSTEM_TIME | KVM_FIRST..=KVM_LAST => Kind::Held,
         _ => Kind::Plain,
     }
 }
 
-/// The MSRs of a state that the vCPU loads right before it enters the guest. A vCPU that was not
-/// in a guest yet has zeros in them.
+/// The MSRs of a state that are not loaded before the guest runs. A vCPU that was not in a guest
+/// yet has zeros in them.
 pub(super) fn held(saved: &[SavedNumbered]) -> Vec<SavedNumbered> {
-    let is_held = |msr: &&SavedNumbered| kind(msr.index) == Kind::Held && msr.value != 0;
+    let is_held = |msr: &&SavedNumbered| names_memory(msr) && msr.value != 0;
     saved.iter().filter(is_held).copied().collect()
+}
+
+/// Those of them that the vCPU loads right before it enters the guest.
+pub(super) fn of_the_vcpu(held: &[SavedNumbered]) -> Vec<SavedNumbered> {
+    held.iter().filter(|msr| kind(msr.index) == Kind::Held).copied().collect()
 }
 
 /// The MSRs of a state that name no memory: written, KVM writes none for them any more.
 pub(super) fn switched_off(saved: &[SavedNumbered]) -> Vec<SavedNumbered> {
-    let is_off = |msr: &&SavedNumbered| kind(msr.index) == Kind::Held && msr.value == 0;
+    let is_off = |msr: &&SavedNumbered| names_memory(msr) && msr.value == 0;
     saved.iter().filter(is_off).copied().collect()
+}
+
+/// Where the guest wanted the wall clock written; 0 if it did not.
+pub(super) fn wall_clock(saved: &[SavedNumbered]) -> u64 {
+    let clock = saved.iter().find(|msr| kind(msr.index) == Kind::WallClock && msr.value != 0);
+    clock.map_or(0, |msr| msr.value)
+}
+
+fn names_memory(msr: &SavedNumbered) -> bool {
+    matches!(kind(msr.index), Kind::Held | Kind::WallClock)
 }
 
 /// What is known of a VM's MSRs; shared by its vCPUs.
@@ -255,11 +272,18 @@ mod tests {
         let more = [0x4b56_4d05, 0x4b56_4d06, 0x4b56_4d07, 0x4b56_4d08, 0x4000_0001, 0xc000_0080];
         let state: Vec<_> =
             all.iter().chain(&more).map(|&index| SavedNumbered { index, value: 1 }).collect();
-        let held: Vec<u32> = held(&state).iter().map(|msr| msr.index).collect();
-        assert_eq!(held, [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04]);
+        let numbers =
+            |msrs: &[SavedNumbered]| -> Vec<u32> { msrs.iter().map(|m| m.index).collect() };
+        assert_eq!(numbers(&held(&state)), all);
+        let of_each = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04];
+        assert_eq!(numbers(&of_the_vcpu(&held(&state))), of_each);
         let plain = more.iter().filter(|index| kind(**index) == Kind::Plain).copied();
         let plain: Vec<u32> = plain.collect();
         assert_eq!(plain, [0x4b56_4d05, 0x4b56_4d06, 0x4b56_4d08, 0xc000_0080]);
-        assert_eq!([0x11, 0x4b56_4d00, 0x4b56_4d07].map(kind), [Kind::Apart; 3]);
+        assert_eq!([0x11, 0x4b56_4d00].map(kind), [Kind::WallClock; 2]);
+        assert_eq!(kind(0x4b56_4d07), Kind::Apart);
+        let off: Vec<_> = all.map(|index| SavedNumbered { index, value: 0 }).into();
+        assert_eq!((held(&off), switched_off(&off).len(), wall_clock(&off)), (vec![], 7, 0));
+        assert_eq!(wall_clock(&state), 1);
     }
 }

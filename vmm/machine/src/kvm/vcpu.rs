@@ -19,7 +19,7 @@ use martlet_engine::LoadFor;
 use martlet_kvm_dirty::RingShare;
 use martlet_units::{Gpa, Instant, PAGE_SIZE};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Exits for nothing of interest before the one that ends a run of our own code.
@@ -42,6 +42,8 @@ pub(super) struct VcpuCommon {
     pub(super) has_nested_state: bool,
     pub(super) has_pre_fault: bool,
     pub(super) vm_loads: VmLoads,
+    /// Where a guest that came and has not run here wanted the wall clock written; else 0.
+    pub(super) wall_clock: AtomicU64,
     /// The blackout is near.
     pub(super) is_armed: AtomicBool,
 }
@@ -103,14 +105,16 @@ pub(super) struct KvmVcpu {
     loaded: Option<SavedVcpu>,
     /// What of it makes KVM write guest memory; until the guest runs.
     held: Vec<SavedNumbered>,
+    /// The guest was in here, and may have switched on what its power-on state has off.
+    has_run: bool,
     /// When the guest was left for an order; until it runs again.
     left: Option<Instant>,
-    fd: VcpuFd,
+    fd: Arc<VcpuFd>,
 }
 
 impl KvmVcpu {
     pub(super) fn new(
-        fd: VcpuFd,
+        fd: Arc<VcpuFd>,
         run_bytes: usize,
         ring: Option<RingShare>,
         common: Arc<VcpuCommon>,
@@ -128,6 +132,7 @@ impl KvmVcpu {
             is_io_pending: false,
             loaded: None,
             held: Vec::new(),
+            has_run: false,
             left: None,
             fd,
         })
@@ -301,8 +306,10 @@ impl VcpuBackend for KvmVcpu {
             let _ = self.fd.kvmclock_ctrl();
         }
         if !self.held.is_empty() {
-            state::release(&self.fd, &self.common, &std::mem::take(&mut self.held))?;
+            let held = msrs::of_the_vcpu(&std::mem::take(&mut self.held));
+            state::release(&self.fd, &self.common, &held)?;
         }
+        self.has_run = true;
         self.run_any()
     }
 
@@ -339,11 +346,13 @@ impl VcpuBackend for KvmVcpu {
         match what_for {
             LoadFor::Rehearsal => self.look_ahead(&saved)?,
             LoadFor::Start { .. } => {
-                if self.warm.is_none() {
-                    // A guest was in here, and is reset: what it switched on is off.
+                if self.has_run {
+                    // It is reset: what it switched on is off.
                     self.common.msrs.write_all(&self.fd, &msrs::switched_off(&saved.msrs))?;
                 }
                 self.held = msrs::held(&saved.msrs);
+                // All vCPUs say the same; read when all have loaded.
+                self.common.wall_clock.store(msrs::wall_clock(&saved.msrs), Ordering::Relaxed);
             }
         }
         self.loaded = Some(saved);

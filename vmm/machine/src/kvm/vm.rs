@@ -1,6 +1,9 @@
 //! What the vCPUs of a KVM VM share: memory slots, interrupt controllers, timer, clock.
 
-use super::saved::{SavedClock, SavedHost, SavedIoapic, SavedPit, SavedVm, decode, encode};
+use super::msrs::{self, MSR_KVM_WALL_CLOCK_NEW};
+use super::saved::{
+    SavedClock, SavedHost, SavedIoapic, SavedNumbered, SavedPit, SavedVm, decode, encode,
+};
 use super::tsc::{self, Moment};
 use super::vcpu::VcpuCommon;
 use super::warm::WarmUp;
@@ -12,11 +15,11 @@ use kvm_bindings::{
     KVM_CLOCK_HOST_TSC, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
     kvm_clock_data, kvm_irqchip, kvm_pic_state, kvm_pit_state2,
 };
-use kvm_ioctls::VmFd;
+use kvm_ioctls::{VcpuFd, VmFd};
 use martlet_engine::LoadFor;
 use martlet_kvm_dirty::{KvmLog, KvmRing, KvmRings, KvmSlots};
 use martlet_ram::{DirtySource, GuestRam, TrackError};
-use martlet_units::{ClockOffset, Instant};
+use martlet_units::{ClockOffset, Gpa, Instant};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -42,6 +45,9 @@ impl KvmCore {
 /// The modes in which a channel of the interval timer repeats (Intel 8254).
 const PIT_RATE: u8 = 2;
 const PIT_SQUARE_WAVE: u8 = 3;
+
+/// `struct pvclock_wall_clock`.
+const WALL_CLOCK_BYTES: usize = 12;
 
 /// A reading of kvmclock that takes longer may be off by more than a clock should.
 const CLOCK_READING: Duration = Duration::from_micros(20);
@@ -71,6 +77,8 @@ pub(super) enum Tracker {
 
 pub(super) struct KvmVm {
     pub(super) core: Arc<KvmCore>,
+    /// The first vCPU, for what is done by a vCPU for all; while none runs.
+    pub(super) first: Arc<VcpuFd>,
     /// Behind one more slot of the VM, while there is one.
     pub(super) _warm_up: Option<Arc<WarmUp>>,
     pub(super) common: Arc<VcpuCommon>,
@@ -165,6 +173,24 @@ impl KvmVm {
         if is_periodic { kvm("KVM_SET_PIT2", self.core.fd.set_pit2(&pit)) } else { Ok(()) }
     }
 
+    /// Tells KVM where the guest wanted the wall clock written, which it can ask for. KVM writes the
+    /// time there once more (arch/x86/kvm/x86.c, kvm_write_wall_clock), where the guest may have
+    /// something else by now: it is put back. While no vCPU runs and no device writes.
+    fn restore_wall_clock(&self) {
+        let at = self.common.wall_clock.swap(0, Ordering::Relaxed);
+        let mut before = [0; WALL_CLOCK_BYTES];
+        if at == 0 || !self.common.memory.read(Gpa(at), &mut before) {
+            return;
+        }
+        let order = SavedNumbered { index: MSR_KVM_WALL_CLOCK_NEW, value: at };
+        if let Err(error) = msrs::write(&self.first, &[order]) {
+            tracing::debug!(%error, "the guest can't ask for where its wall clock is");
+        }
+        if !self.common.memory.write(Gpa(at), &before) {
+            tracing::error!(at = format_args!("{at:#x}"), "guest memory was lost");
+        }
+    }
+
     /// kvmclock goes on by the time that the guest stood, and so will the TSCs.
     fn set_clock(
         &self,
@@ -233,6 +259,9 @@ impl VmBackend for KvmVm {
     }
 
     fn begin_run(&self) {
+        // From here on the guest changes what was loaded.
+        *lock(&self.loaded) = None;
+        self.restore_wall_clock();
         let set_going = match lock(&self.held).take() {
             Some(pit) => self.set_pit(&pit),
             None => self.drop_ticks(),

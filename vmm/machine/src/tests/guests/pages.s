@@ -57,7 +57,14 @@ guest_pages_begin:
         call    pages_check
         dec     %ebx
         jnz     2b
-        incl    PAGES_ROUNDS
+        test    $(1 << 3), %esi
+        jz      5f
+        mov     $0x4b564d00, %ecx               # what was written is there to be read
+        rdmsr
+        cmp     $PAGES_AT, %eax
+        je      5f
+        incl    PAGES_WRONG
+5:      incl    PAGES_ROUNDS
         jmp     1b
 
 # Compares ecx words from edi on.
