@@ -93,8 +93,9 @@ pub trait SourceVmm: Send + Sync {
     /// whatever the first round sends.
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError>;
 
-    /// Makes every vCPU leave and re-enter the guest once, saving its state in between, and
-    /// measures that. The guest loses a fraction of a millisecond.
+    /// Stops all vCPUs as for a switchover, saves their state and lets them go on, and measures
+    /// that. The guest loses what the stop takes: a fraction of a millisecond, where each vCPU has
+    /// a processor.
     fn rehearse(&self) -> Result<Rehearsal, Error>;
 
     /// Takes this share of a running guest's time away, 0 to 99 per cent.

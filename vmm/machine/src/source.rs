@@ -53,8 +53,10 @@ impl SourceVmm for Machine {
         let pause = self.group.begin_rehearsal();
         let begin = clock::now();
         control.is_saving = true;
-        let state = self.collect(&mut control, true).map_err(|reason| failed(ACTION, reason))?;
+        let state = self.collect(&mut control, true);
         let save = clock::now().since(begin);
+        self.group.end_rehearsal();
+        let state = state.map_err(|reason| failed(ACTION, reason))?;
         Ok(Rehearsal { pause, save, state: state.encode() })
     }
 

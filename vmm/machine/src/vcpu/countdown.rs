@@ -1,6 +1,7 @@
 //! Waiting until all of several threads have done their part, fast.
 
 use crate::clock;
+use martlet_units::Instant;
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -48,16 +49,26 @@ impl Countdown {
 
     /// Returns when all have arrived.
     pub(crate) fn wait(&self) {
-        let deadline = clock::now().after(SPIN);
+        self.wait_until(None);
+    }
+
+    /// Returns when all have arrived, or at this moment.
+    pub(crate) fn wait_until(&self, end: Option<Instant>) {
+        let awake = clock::now().after(SPIN);
         while !self.is_done() {
-            if clock::now() < deadline {
+            let now = clock::now();
+            if end.is_some_and(|end| end <= now) {
+                return;
+            }
+            if now < awake {
                 rustix::thread::sched_yield();
                 continue;
             }
             let seen = self.left.fetch_or(SLEEPING, Ordering::AcqRel) | SLEEPING;
             if seen != SLEEPING {
+                let time = end.map(|end| clock::timespec(end.since(now)));
                 // A change since `seen` makes the kernel return at once.
-                let _ = futex::wait(&self.left, futex::Flags::PRIVATE, seen, None);
+                let _ = futex::wait(&self.left, futex::Flags::PRIVATE, seen, time.as_ref());
             }
         }
     }
@@ -91,5 +102,17 @@ mod tests {
     #[test]
     fn nothing_to_wait_for() {
         Countdown::default().wait();
+    }
+
+    #[test]
+    fn waits_no_longer_than_it_is_told_to() {
+        let countdown = Countdown::default();
+        countdown.start(1);
+        for time in [Duration::ZERO, SPIN / 2, 10 * SPIN] {
+            countdown.wait_until(Some(clock::now().after(time)));
+            assert!(!countdown.is_done());
+        }
+        countdown.arrive();
+        countdown.wait();
     }
 }

@@ -115,6 +115,16 @@ impl Group {
         self.shared.resets_at_triple_fault.store(true, Ordering::Relaxed);
     }
 
+    /// Whether it is one.
+    pub(crate) fn resets_at_triple_fault(&self) -> bool {
+        self.shared.resets_at_triple_fault.load(Ordering::Relaxed)
+    }
+
+    /// Tells once more of a reset that the guest asked for.
+    pub(crate) fn ask_reset(&self) {
+        self.shared.ask_reset();
+    }
+
     /// The guest can't go on, whatever it has asked for.
     pub(crate) fn end_for(&self, cause: EndCause) {
         self.shared.end_for(cause);
@@ -170,14 +180,22 @@ impl Group {
         states.collect::<Vec<_>>().into_iter().collect()
     }
 
-    /// Makes all vCPUs leave, save themselves and go on as they were. Returns the time until the
-    /// last was out; the states are collected with [`Group::wait_saved`].
+    /// Makes all vCPUs leave and save themselves, as the stop does. Returns the time until the last
+    /// was out; the states are collected with [`Group::wait_saved`]. Those that ran wait for
+    /// [`Group::end_rehearsal`], but not for longer than a guest can do without them.
     pub(crate) fn begin_rehearsal(&self) -> Duration {
         let runs = lock(&self.permit).is_some();
         let begin = clock::now();
         self.order_save(if runs { Then::Run } else { Then::Stay });
         self.shared.out.wait();
         clock::now().since(begin)
+    }
+
+    /// All go on as they were. After the states were collected.
+    pub(crate) fn end_rehearsal(&self) {
+        if lock(&self.permit).is_some() {
+            self.shared.orders.give(Task::None, Then::Run);
+        }
     }
 
     /// Tells all vCPUs to load, each its state; waits for nothing. Only while none runs.

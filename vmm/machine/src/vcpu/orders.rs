@@ -134,6 +134,17 @@ impl Orders {
         }
     }
 
+    /// Waits for an order other than `seen`, until `end`.
+    pub(crate) fn wait_until(&self, seen: Order, end: Instant) {
+        loop {
+            let now = clock::now();
+            if self.current() != seen || end <= now {
+                return;
+            }
+            self.sleep(seen, Some(end.since(now)));
+        }
+    }
+
     /// Sleeps for `time` or until an order other than `seen`; may also return early for nothing.
     pub(crate) fn sleep(&self, seen: Order, time: Option<Duration>) {
         let timeout = time.map(clock::timespec);

@@ -74,7 +74,13 @@ impl Shared {
         };
         self.ended.store(true, Ordering::SeqCst);
         self.kick_all();
-        if let Some(tell) = self.tell_reset.get().filter(|_| is_reset) {
+        if is_reset {
+            self.ask_reset();
+        }
+    }
+
+    pub(crate) fn ask_reset(&self) {
+        if let Some(tell) = self.tell_reset.get() {
             tell();
         }
     }

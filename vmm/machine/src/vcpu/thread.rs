@@ -16,6 +16,10 @@ use std::time::Duration;
 /// How long a throttled vCPU runs between two sleeps, at least.
 pub(super) const THROTTLE_RUN: Duration = Duration::from_millis(10);
 
+/// How long a vCPU stands at a rehearsal, at most: a host that does not get all of them out by then
+/// does not in a blackout either.
+pub(super) const REHEARSAL_MAX: Duration = Duration::from_millis(30);
+
 /// Parts of one instruction that are served while its vCPU is on its way out.
 const PARTS_MAX: u32 = 1024;
 
@@ -97,15 +101,19 @@ impl VcpuThread {
 
     fn leave_and_save(&mut self) {
         let finished = guarded(|| self.finish_io());
+        let is_rehearsal = self.order.then() == Then::Run;
+        let go_on = is_rehearsal.then(|| clock::now().after(REHEARSAL_MAX));
         self.shared.out.arrive();
-        if self.order.then() == Then::Stay {
-            // Until all are out, one may send another an interrupt, which that one's state must
-            // have. A rehearsal's is never run.
-            self.shared.out.wait();
-        }
+        // Until all are out, one may send another an interrupt, which that one's state must have.
+        // In a rehearsal they wait because one that ran on would take its processor from those that
+        // have yet to leave, and more than the stop would be measured.
+        self.shared.out.wait_until(go_on);
         let saved = finished.and_then(|()| guarded(|| self.backend.save()));
         self.exchange(|exchange| exchange.saved = Some(saved));
         self.shared.done.arrive();
+        if let Some(go_on) = go_on {
+            self.shared.orders.wait_until(self.order, go_on);
+        }
     }
 
     /// Completes the instruction that the guest left in. It has few parts: the emulator goes back
