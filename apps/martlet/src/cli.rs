@@ -254,7 +254,8 @@ pub(crate) struct ReceiveArgs {
     /// ibv if a device has ADDR, else soft.
     #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
     pub(crate) rdma_provider: Provider,
-    /// Most memory that a guest may have. Default: what this host has.
+    /// Most memory that a guest may have, with what it boots from, which comes with it: its kernel
+    /// and initrd, some MiB for the built-in guest. Default: what this host has.
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     pub(crate) memory_max: Option<ByteCount>,
     /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.

@@ -102,7 +102,7 @@ const _: () = assert!(VCPUS_MAX <= PROGRAM_VCPUS_MAX);
 /// Memory below 4 GiB ends here; the rest begins at 4 GiB. The hole is for devices, and KVM's
 /// interrupt controllers are in it.
 const LOW_MEMORY_END: u64 = 3 << 30;
-const HIGH_MEMORY_START: u64 = 4 << 30;
+pub(crate) const HIGH_MEMORY_START: u64 = 4 << 30;
 
 impl MachineConfig {
     /// Checks everything that can be checked without making anything.

@@ -29,6 +29,7 @@ mod kvm;
 mod machine;
 mod memory;
 mod phase;
+mod power_on;
 mod reset;
 mod saved;
 mod source;

@@ -7,8 +7,9 @@ use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
 use crate::kvm::{self, BuildOptions};
 use crate::memory::GuestMemory;
 use crate::phase::{Event, Phase};
-use crate::reset::{PowerOn, Resets};
-use crate::saved::{Description, SavedMachine};
+use crate::power_on;
+use crate::reset::{Resets, Wish};
+use crate::saved::{Description, PowerOnKind, SavedMachine};
 use crate::threads;
 use crate::vcpu::backend::{BackendError, Built, VmBackend};
 use crate::vcpu::{Group, lock};
@@ -18,14 +19,14 @@ use martlet_guest_program::{GuestCounters, read_counters};
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
 use martlet_units::{Gpa, Instant, PageCount, PageRange};
-use martlet_vdpa::{Counters, VdpaDevice};
+use martlet_vdpa::VdpaDevice;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Why a guest stopped for good.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EndCause {
-    /// It asked to be reset, and was booted elsewhere: what it boots from is not here.
+    /// It asked to be reset, and what it boots from is not here: it came from an older martlet.
     Reset,
     /// It shut itself down.
     Shutdown,
@@ -95,7 +96,6 @@ pub struct Machine {
     pub(crate) nics: Arc<Nics>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) control: Mutex<Control>,
-    pub(crate) power_on: OnceLock<PowerOn>,
     pub(crate) resets: Resets,
 }
 
@@ -136,25 +136,29 @@ impl Machine {
         config.validate()?;
         let lease = Devices::new(devices).lend().expect("nobody else has them");
         let endpoint = open_endpoint(&config.serial)?;
+        let mut layout = config.layout();
+        let image = power_on::image_range(config, &layout);
+        layout.extend(image);
         let parts = Parts {
             accel: config.accel,
             tracking: config.tracking,
             vcpus: config.vcpus,
-            layout: &config.layout(),
+            layout: &layout,
+            has_image: image.is_some(),
             description: None,
         };
         let (memory, built) = build(&parts)?;
         let nics = Nics::new(lease, &memory)?;
         let starts = boot::prepare(config, &memory, &*built.vm, &nics.places())?;
-        let again = starts.clone();
         let prepare = move |number: usize, vcpu: &mut dyn crate::vcpu::backend::VcpuBackend| {
             starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))
         };
         let machine = Machine::assemble(memory, built, nics, Arc::clone(&endpoint), prepare)?;
         let machine = Arc::new(machine);
         machine
-            .remember_power_on(config, again)
+            .keep_power_on()
             .map_err(|reason| MachineError::Host { reason: format!("save its start: {reason}") })?;
+        machine.serve_resets();
         {
             let mut control = lock(&machine.control);
             control.permit = Some(RunPermit::for_new_guest());
@@ -181,11 +185,16 @@ impl Machine {
             tracking,
             vcpus: description.vcpus,
             layout: &description.memory,
+            has_image: description.power_on.is_some(),
             description: Some(&description.backend),
         };
         let (memory, built) = build(&parts)?;
         let nics = Nics::waiting(devices, &memory, &description.nics)?;
-        Machine::assemble(memory, built, nics, endpoint, |_, vcpu| vcpu.warm_up())
+        let machine = Machine::assemble(memory, built, nics, endpoint, |_, vcpu| vcpu.warm_up())?;
+        if description.power_on == Some(PowerOnKind::Kernel) {
+            machine.group.reset_at_triple_fault();
+        }
+        Ok(machine)
     }
 
     fn assemble(
@@ -212,9 +221,8 @@ impl Machine {
         bus.plug(Arc::clone(&nics));
         let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
         let control = Control { phase: Phase::Waiting, permit: None, is_saving: false };
-        let (control, power_on) = (Mutex::new(control), OnceLock::new());
-        let resets = Resets::default();
-        Ok(Machine { group, vm, memory, bus, nics, endpoint, control, power_on, resets })
+        let (control, resets) = (Mutex::new(control), Resets::default());
+        Ok(Machine { group, vm, memory, bus, nics, endpoint, control, resets })
     }
 
     /// How the guest stands.
@@ -224,8 +232,8 @@ impl Machine {
             (Phase::Gone, _) => GuestStatus::Gone,
             (_, Some(cause)) => GuestStatus::Ended(cause),
             (Phase::Waiting, None) => GuestStatus::Waiting,
-            (Phase::Here(Running), None) => GuestStatus::Running,
-            (Phase::Here(Paused), None) => GuestStatus::Paused,
+            (Phase::Here(Running) | Phase::Resetting(Running), None) => GuestStatus::Running,
+            (Phase::Here(Paused) | Phase::Resetting(Paused), None) => GuestStatus::Paused,
             (Phase::Stopping(_) | Phase::Switchover(_), None) => GuestStatus::Switchover,
         }
     }
@@ -235,7 +243,7 @@ impl Machine {
         MachineInfo {
             accel: self.vm.accel(),
             tracking: self.vm.tracking_name(),
-            memory: self.memory.ram().pages(),
+            memory: PageCount(self.memory.guest().iter().map(|region| region.pages()).sum()),
             vcpus: u16::try_from(self.group.len()).expect("checked when it was made"),
         }
     }
@@ -245,8 +253,11 @@ impl Machine {
     /// Paused already is fine.
     pub fn pause_by_owner(&self) -> Result<(), OwnerError> {
         let mut control = self.owner("pause it")?;
-        if control.step("pause it", Event::Pause)? == Phase::Here(Running) {
+        let was = control.step("pause it", Event::Pause)?;
+        if matches!(was, Phase::Here(Running) | Phase::Resetting(Running)) {
             self.nics.set_paused(true);
+        }
+        if was == Phase::Here(Running) {
             self.group.begin_leave();
             control.permit = self.group.wait_out();
         }
@@ -256,27 +267,32 @@ impl Machine {
     /// Lets a paused guest go on. Running already is fine.
     pub fn continue_by_owner(&self) -> Result<(), OwnerError> {
         let mut control = self.owner("continue it")?;
-        if control.step("continue it", Event::Continue)? == Phase::Here(Paused) {
+        let was = control.step("continue it", Event::Continue)?;
+        if was == Phase::Here(Paused) {
             let permit = control.permit.take().expect("a paused guest's permit is here");
             self.run(permit);
+        }
+        if matches!(was, Phase::Here(Paused) | Phase::Resetting(Paused)) {
             self.nics.set_paused(false);
         }
         Ok(())
     }
 
     /// Boots the guest again, as its own wish to be reset does, and lets it run or stay paused as
-    /// it was. Allowed during a migration's rounds. A guest that was booted elsewhere has nothing
-    /// to boot from here.
+    /// it was. Allowed during a migration's rounds. Returns when that is done: memory is cleared,
+    /// which takes a second for some GiB; at once if one is under way. A guest that came from an older martlet has nothing to
+    /// boot from here.
     pub fn reset_by_owner(&self) -> Result<(), OwnerError> {
         const WISH: &str = "reset it";
-        let mut control = self.owner(WISH)?;
-        let state = match (control.phase, self.power_on.get()) {
-            (Phase::Here(_), Some(_)) => {
-                self.reset_for_owner(&mut control);
+        let control = self.owner(WISH)?;
+        let state = match control.phase {
+            Phase::Here(_) if self.can_reset() => {
+                self.reset(control, Wish::Owner);
                 return Ok(());
             }
-            (Phase::Here(_), None) => "came from another machine, which has what it boots from",
-            (phase, _) => phase.describe(),
+            Phase::Resetting(_) => return Ok(()),
+            Phase::Here(_) => "came from an older martlet, which kept what it boots from",
+            phase => phase.describe(),
         };
         Err(OwnerError { wish: WISH, state: state.to_owned() })
     }
@@ -319,18 +335,8 @@ impl Machine {
         self.endpoint.dropped()
     }
 
-    /// What the device behind each network card has done.
-    pub fn device_counters(&self) -> Vec<Counters> {
-        self.nics.counters()
-    }
-
-    /// Its memory.
-    pub fn guest_ram(&self) -> &Arc<GuestRam> {
-        self.memory.ram()
-    }
-
     fn owner(&self, wish: &'static str) -> Result<MutexGuard<'_, Control>, OwnerError> {
-        let control = self.settled();
+        let control = lock(&self.control);
         match self.ended() {
             Some(cause) => Err(OwnerError { wish, state: format!("has ended ({cause})") }),
             None => Ok(control),
@@ -345,6 +351,10 @@ impl Machine {
             memory: self.memory.ram().layout(),
             backend: self.vm.description(),
             nics: self.nics.kinds(),
+            power_on: self.can_reset().then(|| {
+                let is_kernel = self.group.resets_at_triple_fault();
+                if is_kernel { PowerOnKind::Kernel } else { PowerOnKind::Program }
+            }),
         }
     }
 
@@ -393,14 +403,17 @@ struct Parts<'a> {
     tracking: Tracking,
     vcpus: u16,
     layout: &'a [PageRange],
+    /// Whether its last range is for what the guest boots from.
+    has_image: bool,
     description: Option<&'a [u8]>,
 }
 
 fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
+    let with = if parts.has_image { GuestMemory::with_image } else { GuestMemory::new };
     match parts.accel {
         Accel::Kvm => {
             let ram = GuestRam::create(parts.layout).map_err(MachineError::Memory)?;
-            let memory = Arc::new(GuestMemory::new(Arc::new(ram)));
+            let memory = Arc::new(with(Arc::new(ram)));
             let options = BuildOptions {
                 vcpus: parts.vcpus,
                 tracking: parts.tracking,
@@ -412,7 +425,7 @@ fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
         Accel::Threads => {
             let ram = Arc::new(threads::create_ram(parts.layout)?);
             let built = threads::build(&ram, parts.vcpus, parts.description)?;
-            Ok((Arc::new(GuestMemory::new(ram)), built))
+            Ok((Arc::new(with(ram)), built))
         }
     }
 }

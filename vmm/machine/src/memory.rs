@@ -2,7 +2,9 @@
 #![cfg_attr(test, allow(unsafe_code))]
 // UNSAFETY: devices of tests are given raw memory.
 
-use martlet_ram::{DirtyMarker, GuestRam, MarkedPages, RamBitmap, RegionIndex, mark_touched};
+use martlet_ram::{
+    DirtyMarker, GuestRam, MarkedPages, RamBitmap, RamRegion, RegionIndex, mark_touched,
+};
 use martlet_units::{Gfn, Gpa, PAGE_SIZE};
 #[cfg(test)]
 use martlet_vdpa::HostMemory;
@@ -10,21 +12,44 @@ use martlet_vdpa::{Access, Iova, MapRun};
 use std::sync::Arc;
 
 /// Bytes of a page, as a length.
-const PAGE_BYTES: usize = 4096;
+pub(crate) const PAGE_BYTES: usize = 4096;
 
 /// Reads and writes guest memory, and remembers which pages it wrote. An access is whole or not:
 /// where there is no memory, or the host lost it, a device of a guest has nothing to say to that.
 pub(crate) struct GuestMemory {
     marker: DirtyMarker,
+    /// How many regions the guest is told of. A last one may hold what it boots from.
+    guest_regions: usize,
 }
 
 impl GuestMemory {
+    /// All of it is the guest's.
     pub(crate) fn new(ram: Arc<GuestRam>) -> GuestMemory {
-        GuestMemory { marker: DirtyMarker::new(ram) }
+        let guest_regions = ram.regions().len();
+        GuestMemory { marker: DirtyMarker::new(ram), guest_regions }
     }
 
+    /// The last region, of at least two, is for what the guest boots from.
+    pub(crate) fn with_image(ram: Arc<GuestRam>) -> GuestMemory {
+        assert!(ram.regions().len() > 1, "a guest has memory of its own");
+        let mut memory = GuestMemory::new(ram);
+        memory.guest_regions -= 1;
+        memory
+    }
+
+    /// All regions, as they are moved.
     pub(crate) fn ram(&self) -> &Arc<GuestRam> {
         self.marker.ram()
+    }
+
+    /// Those that the guest is told of.
+    pub(crate) fn guest(&self) -> &[RamRegion] {
+        &self.ram().regions()[..self.guest_regions]
+    }
+
+    /// The one that holds what the guest boots from.
+    pub(crate) fn image(&self) -> Option<&RamRegion> {
+        self.ram().regions().get(self.guest_regions)
     }
 
     /// Fills `bytes` from guest memory; `false`, and an unspecified part of it filled, if it can't
@@ -50,13 +75,13 @@ impl GuestMemory {
         self.marker.mark_word(Gfn(first), word);
     }
 
-    /// Makes all memory zero, as it is at the power-on; `false` if a page can't be written. Pages
-    /// that nobody ever touched stay so. The others are written, not dropped: a device may have
-    /// them pinned.
+    /// Makes all of the guest's memory zero, as it is at the power-on; `false` if a page can't be
+    /// written. Pages that nobody ever touched stay so. The others are written, not dropped: a
+    /// device may have them pinned.
     #[must_use]
     pub(crate) fn clear(&self) -> bool {
         let touched = RamBitmap::new(self.ram());
-        let regions = self.ram().regions().iter().zip(touched.iter());
+        let regions = self.guest().iter().zip(touched.iter());
         regions.into_iter().all(|(region, (_, bitmap))| {
             let first = region.range().start().0;
             mark_touched(region, bitmap).is_ok()

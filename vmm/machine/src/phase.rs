@@ -9,6 +9,8 @@ pub(crate) enum Phase {
     Waiting,
     /// The permit is here: with the vCPUs if it runs, with the machine if its owner paused it.
     Here(RunState),
+    /// It is being booted again; what it will do then. The permit is with the machine.
+    Resetting(RunState),
     /// Ordered to stop for a switchover; what it did before.
     Stopping(RunState),
     /// The engine has the permit; what it did before.
@@ -24,6 +26,10 @@ pub(crate) enum Event {
     Pause,
     /// The owner continues.
     Continue,
+    /// It is booted again.
+    BeginReset,
+    /// That is done, or failed.
+    EndReset,
     /// The engine orders the stop.
     BeginPause,
     /// All vCPUs are out and the permit goes to the engine.
@@ -46,6 +52,10 @@ impl Phase {
         match (self, event) {
             (Phase::Here(_), Event::Pause) => Some(Phase::Here(Paused)),
             (Phase::Here(_), Event::Continue) => Some(Phase::Here(Running)),
+            (Phase::Here(was), Event::BeginReset) => Some(Phase::Resetting(was)),
+            (Phase::Resetting(_), Event::Pause) => Some(Phase::Resetting(Paused)),
+            (Phase::Resetting(_), Event::Continue) => Some(Phase::Resetting(Running)),
+            (Phase::Resetting(state), Event::EndReset) => Some(Phase::Here(state)),
             (Phase::Here(was), Event::BeginPause) => Some(Phase::Stopping(was)),
             (Phase::Stopping(was), Event::AllOut) => Some(Phase::Switchover(was)),
             (Phase::Stopping(was), Event::CannotLeave) => Some(Phase::Here(was)),
@@ -57,6 +67,8 @@ impl Phase {
                 _,
                 Event::Pause
                 | Event::Continue
+                | Event::BeginReset
+                | Event::EndReset
                 | Event::BeginPause
                 | Event::AllOut
                 | Event::CannotLeave
@@ -73,6 +85,7 @@ impl Phase {
             Phase::Waiting => "has not arrived",
             Phase::Here(Running) => "runs",
             Phase::Here(Paused) => "is paused",
+            Phase::Resetting(_) => "is being reset",
             Phase::Stopping(_) | Phase::Switchover(_) => "is being moved away",
             Phase::Gone => "is gone",
         }
@@ -91,6 +104,7 @@ mod tests {
             Phase::Waiting,
             Phase::Here(Running),
             Phase::Here(Paused),
+            Phase::Resetting(Running),
             Phase::Stopping(Running),
             Phase::Switchover(Running),
             Phase::Gone,
@@ -98,6 +112,8 @@ mod tests {
         let events = [
             Event::Pause,
             Event::Continue,
+            Event::BeginReset,
+            Event::EndReset,
             Event::BeginPause,
             Event::AllOut,
             Event::CannotLeave,
@@ -118,10 +134,15 @@ mod tests {
 Waiting + Start(Paused) -> Here(Paused)
 Here(Running) + Pause -> Here(Paused)
 Here(Running) + Continue -> Here(Running)
+Here(Running) + BeginReset -> Resetting(Running)
 Here(Running) + BeginPause -> Stopping(Running)
 Here(Paused) + Pause -> Here(Paused)
 Here(Paused) + Continue -> Here(Running)
+Here(Paused) + BeginReset -> Resetting(Paused)
 Here(Paused) + BeginPause -> Stopping(Paused)
+Resetting(Running) + Pause -> Resetting(Paused)
+Resetting(Running) + Continue -> Resetting(Running)
+Resetting(Running) + EndReset -> Here(Running)
 Stopping(Running) + AllOut -> Switchover(Running)
 Stopping(Running) + CannotLeave -> Here(Running)
 Switchover(Running) + Resume(Running) -> Here(Running)

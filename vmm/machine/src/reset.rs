@@ -4,25 +4,33 @@
 //! boots from, vCPUs, interrupt controllers, timers and clocks have the state that was saved before
 //! the first instruction. All that is written to memory is known to dirty tracking, so a migration
 //! that is under way goes on and moves the guest that boots.
+//!
+//! Memory takes its time, a second for some GiB. The machine's lock is free meanwhile, and nobody
+//! but the thread of a reset, or an owner who orders one, waits for it.
 
-use crate::boot;
-use crate::config::MachineConfig;
+use crate::clock;
 use crate::machine::{Control, EndCause, Machine};
-use crate::phase::Phase;
+use crate::phase::{Event, Phase};
+use crate::power_on::{self, PowerOn};
 use crate::saved::SavedMachine;
-use crate::vcpu::backend::Start;
 use crate::vcpu::lock;
-use martlet_engine::{LoadFor, RunState};
+use martlet_engine::LoadFor;
+use martlet_units::Instant;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
-/// What a guest that was booted here is booted from again. One that came from elsewhere has none:
-/// its kernel is there.
-pub(crate) struct PowerOn {
-    config: MachineConfig,
-    starts: Vec<Start>,
-    /// Before the first instruction.
-    state: SavedMachine,
+/// A guest that resets itself more often than this does nothing else, and costs its host a
+/// processor and the writing of its memory.
+const RESETS_MAX: usize = 10;
+const RESETS_TIME: Duration = Duration::from_secs(1);
+
+/// Whose wish a reset is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wish {
+    Guest,
+    Owner,
 }
 
 /// How often a guest was reset.
@@ -30,25 +38,40 @@ pub(crate) struct PowerOn {
 pub(crate) struct Resets {
     by_guest: AtomicU64,
     by_owner: AtomicU64,
+    /// When it last did it by itself.
+    recent: Mutex<VecDeque<Instant>>,
 }
 
 impl Resets {
-    fn count(counter: &AtomicU64) {
+    fn count(&self, wish: Wish) {
+        let counter = match wish {
+            Wish::Guest => &self.by_guest,
+            Wish::Owner => &self.by_owner,
+        };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> (u64, u64) {
         (self.by_guest.load(Ordering::Relaxed), self.by_owner.load(Ordering::Relaxed))
     }
+
+    /// Whether the guest may reset itself now, and notes that it does.
+    fn is_allowed(&self, now: Instant) -> bool {
+        let mut recent = lock(&self.recent);
+        if recent.len() == RESETS_MAX {
+            if recent.front().is_some_and(|first| now.since(*first) < RESETS_TIME) {
+                return false;
+            }
+            recent.pop_front();
+        }
+        recent.push_back(now);
+        true
+    }
 }
 
 impl Machine {
-    /// Remembers how the guest begins; before it runs.
-    pub(crate) fn remember_power_on(
-        self: &Arc<Machine>,
-        config: &MachineConfig,
-        starts: Vec<Start>,
-    ) -> Result<(), String> {
+    /// Keeps what the guest boots from; before it runs.
+    pub(crate) fn keep_power_on(&self) -> Result<(), String> {
         let state = {
             let mut control = lock(&self.control);
             self.group.begin_save();
@@ -56,15 +79,18 @@ impl Machine {
             let _ = self.group.wait_out();
             self.collect(&mut control, true)?
         };
-        let power_on = PowerOn { config: config.clone(), starts, state };
-        assert!(self.power_on.set(power_on).is_ok(), "a machine is switched on once");
+        power_on::keep(&self.memory, state)
+    }
+
+    /// From now on the guest's wish to be reset is carried out.
+    pub(crate) fn serve_resets(self: &Arc<Machine>) {
         let machine = Arc::downgrade(self);
         self.group.on_reset(move || {
             // The vCPU that asked for it has to leave the guest like all others.
             let machine = machine.clone();
             let reset = move || {
                 if let Some(machine) = machine.upgrade() {
-                    drop(machine.settled());
+                    machine.reset_if_asked();
                 }
             };
             let thread = std::thread::Builder::new().name("reset".into()).spawn(reset);
@@ -72,7 +98,6 @@ impl Machine {
                 tracing::error!(%error, "the guest asked for a reset and there is no thread for it");
             }
         });
-        Ok(())
     }
 
     /// Why the guest stopped for good. A reset that can be done is none.
@@ -80,56 +105,67 @@ impl Machine {
         self.group.ended_because().filter(|cause| *cause != EndCause::Reset || !self.can_reset())
     }
 
-    fn can_reset(&self) -> bool {
-        self.power_on.get().is_some()
+    pub(crate) fn can_reset(&self) -> bool {
+        self.memory.image().is_some()
     }
 
-    /// The machine's lock, with a reset that the guest asked for done, unless its vCPUs are being
-    /// stopped for a switchover: whoever ends that looks again.
-    pub(crate) fn settled(&self) -> MutexGuard<'_, Control> {
-        let mut control = lock(&self.control);
-        self.reset_if_asked(&mut control);
-        control
+    /// Whether the guest waits for a reset.
+    pub(crate) fn is_reset_asked(&self) -> bool {
+        self.group.ended_because() == Some(EndCause::Reset)
     }
 
-    /// See [`Machine::settled`].
-    pub(crate) fn reset_if_asked(&self, control: &mut Control) {
-        let asked = self.group.ended_because() == Some(EndCause::Reset);
-        if asked && matches!(control.phase, Phase::Here(_)) {
-            self.reset(control, &self.resets.by_guest);
+    /// Does what the guest asked for, unless its vCPUs are being stopped for a switchover: whoever
+    /// ends that asks again.
+    fn reset_if_asked(&self) {
+        let control = lock(&self.control);
+        if self.is_reset_asked() && matches!(control.phase, Phase::Here(_)) {
+            self.reset(control, Wish::Guest);
         }
     }
 
-    /// Resets the guest on its owner's behalf.
-    pub(crate) fn reset_for_owner(&self, control: &mut Control) {
-        self.reset(control, &self.resets.by_owner);
-    }
-
-    /// The guest is here. A failure is its end.
-    fn reset(&self, control: &mut Control, counter: &AtomicU64) {
-        let Phase::Here(was) = control.phase else { return };
-        let Some(power_on) = self.power_on.get() else { return };
-        if was == RunState::Running && control.permit.is_none() {
+    /// Resets a guest that is here. A failure is its end.
+    pub(crate) fn reset(&self, mut control: MutexGuard<'_, Control>, wish: Wish) {
+        if !self.can_reset() || control.step("reset it", Event::BeginReset).is_err() {
+            return;
+        }
+        if control.permit.is_none() {
             self.group.begin_leave();
             control.permit = self.group.wait_out();
         }
-        match self.boot_again(power_on) {
+        let begun = match wish {
+            Wish::Guest if !self.resets.is_allowed(clock::now()) => {
+                Err(format!("it did so {RESETS_MAX} times within {RESETS_TIME:?}"))
+            }
+            Wish::Guest | Wish::Owner => self.load_power_on(),
+        };
+        drop(control);
+        let booted = begun.and_then(|power_on| self.fill(&power_on));
+        let mut control = lock(&self.control);
+        // Or it was quit meanwhile.
+        if control.step("reset it", Event::EndReset).is_err() {
+            return;
+        }
+        match booted {
             Ok(()) => {
-                Resets::count(counter);
+                self.resets.count(wish);
                 self.group.begin_anew();
-                if let Some(permit) = control.permit.take() {
-                    self.go_on(control, permit, was);
+                if let (Phase::Here(state), Some(permit)) = (control.phase, control.permit.take()) {
+                    self.go_on(&mut control, permit, state);
                 }
             }
             Err(reason) => self.group.end_for(EndCause::Crash(format!("reset: {reason}"))),
         }
     }
 
-    /// While no vCPU runs.
-    fn boot_again(&self, power_on: &PowerOn) -> Result<(), String> {
-        // Devices and the hypervisor first: they write the guest's memory by themselves.
+    /// All but memory. While no vCPU runs.
+    fn load_power_on(&self) -> Result<PowerOn, String> {
+        let power_on = power_on::read(&self.memory)?;
+        // Devices and the hypervisor write the guest's memory by themselves until they are reset.
         self.nics.reset();
         let SavedMachine { vcpus, vm, serial, .. } = power_on.state.clone();
+        if vcpus.len() != self.group.len() {
+            return Err(format!("states of {} vCPUs for {}", vcpus.len(), self.group.len()));
+        }
         // The clocks show what they did at the power-on.
         let what_for = LoadFor::Start { source_clock: None };
         self.vm.begin_load();
@@ -138,13 +174,29 @@ impl Machine {
         let serial = self.bus.load_serial(&serial);
         let entered = self.group.wait_loaded().map_err(|(number, e)| format!("vCPU {number}: {e}"));
         loaded.and(serial).and(entered)?;
-        if !self.memory.clear() {
-            return Err("a page of guest memory can't be cleared".into());
+        Ok(power_on)
+    }
+
+    fn fill(&self, power_on: &PowerOn) -> Result<(), String> {
+        if self.memory.clear() && power_on.put(&self.memory) {
+            return Ok(());
         }
-        let starts = boot::prepare(&power_on.config, &self.memory, &*self.vm, &self.nics.places());
-        if starts.map_err(|error| error.to_string())? != power_on.starts {
-            return Err("what the guest boots from has changed since".into());
-        }
-        Ok(())
+        Err("a page of guest memory can't be written".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_does_nothing_but_reset_itself_may_not_for_ever() {
+        let resets = Resets::default();
+        let at = |ms: u64| Instant(ms * 1_000_000);
+        assert!((0..10).all(|number| resets.is_allowed(at(number * 99))));
+        assert!(!resets.is_allowed(at(999)));
+        assert!(resets.is_allowed(at(1000)), "the first was a second ago");
+        assert!(!resets.is_allowed(at(1098)));
+        assert!((0..100).all(|number| resets.is_allowed(at(2000 + number * 101))));
     }
 }

@@ -41,6 +41,22 @@ pub(crate) struct SavedDescription {
     /// Network cards, if there are any.
     #[n(5)]
     nics: Option<Vec<NicKind>>,
+    /// What lies in the last memory region: what the guest boots from, not memory of its own. An
+    /// older destination takes it for memory, of which no memory map tells the guest.
+    #[n(6)]
+    power_on: Option<PowerOnKind>,
+}
+
+/// What a guest is booted from again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(index_only)]
+pub(crate) enum PowerOnKind {
+    /// The built-in program.
+    #[n(0)]
+    Program,
+    /// A kernel, which wants to be reset at a triple fault.
+    #[n(1)]
+    Kernel,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -52,12 +68,13 @@ enum SavedAccel {
     Threads,
 }
 
+/// A run of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
-struct SavedRange {
+pub(crate) struct SavedRange {
     #[n(0)]
-    start: u64,
+    pub(crate) start: u64,
     #[n(1)]
-    pages: u64,
+    pub(crate) pages: u64,
 }
 
 /// A description whose parts have been checked, each by itself.
@@ -68,6 +85,8 @@ pub(crate) struct Description {
     pub(crate) memory: Vec<PageRange>,
     pub(crate) backend: Vec<u8>,
     pub(crate) nics: Vec<NicKind>,
+    /// Set if the last range of `memory`, of at least two, is for what the guest boots from.
+    pub(crate) power_on: Option<PowerOnKind>,
 }
 
 impl Description {
@@ -83,6 +102,7 @@ impl Description {
             memory: memory.map(|r| SavedRange { start: r.start().0, pages: r.pages().0 }).collect(),
             backend: self.backend.clone(),
             nics: Some(self.nics.clone()).filter(|nics| !nics.is_empty()),
+            power_on: self.power_on,
         };
         minicbor::to_vec(&saved).expect("a vector takes everything")
     }
@@ -103,6 +123,9 @@ impl Description {
         if nics.len() > NICS_MAX {
             return Err(format!("{} network cards, this machine has up to {NICS_MAX}", nics.len()));
         }
+        if saved.power_on.is_some() && saved.memory.len() < 2 {
+            return Err("no memory but what the guest boots from".into());
+        }
         let range = |range: &SavedRange| {
             PageRange::try_new(Gfn(range.start), PageCount(range.pages))
                 .ok_or_else(|| format!("memory of {} pages at {:#x}", range.pages, range.start))
@@ -116,6 +139,7 @@ impl Description {
             memory: saved.memory.iter().map(range).collect::<Result<_, _>>()?,
             backend: saved.backend,
             nics,
+            power_on: saved.power_on,
         })
     }
 }
@@ -164,7 +188,14 @@ mod tests {
             memory: vec![PageRange::try_new(Gfn(0), PageCount(4096)).unwrap()],
             backend: vec![1, 2, 3],
             nics: Vec::new(),
+            power_on: None,
         }
+    }
+
+    fn with_power_on() -> Description {
+        let range = |start| PageRange::try_new(Gfn(start), PageCount(4096)).unwrap();
+        let (memory, power_on) = (vec![range(0), range(1 << 20)], Some(PowerOnKind::Kernel));
+        Description { memory, power_on, ..description() }
     }
 
     fn with_nics() -> Description {
@@ -181,6 +212,9 @@ mod tests {
     fn a_description_survives_the_way() {
         assert_eq!(Description::decode(&description().encode()), Ok(description()));
         assert_eq!(Description::decode(&with_nics().encode()), Ok(with_nics()));
+        assert_eq!(Description::decode(&with_power_on().encode()), Ok(with_power_on()));
+        let only_that = Description { memory: description().memory, ..with_power_on() };
+        assert!(Description::decode(&only_that.encode()).is_err());
     }
 
     /// What martlet wrote before there were network cards, byte for byte: a machine without them

@@ -42,8 +42,8 @@ impl SourceVmm for Machine {
 
     fn rehearse(&self) -> Result<Rehearsal, Error> {
         const ACTION: &str = "rehearse the stop";
-        let mut control = self.settled();
-        if !matches!(control.phase, Phase::Here(_)) {
+        let mut control = lock(&self.control);
+        if !matches!(control.phase, Phase::Here(_) | Phase::Resetting(_)) {
             return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
         }
         // A wish to be reset that came since is carried out later: states are never run.
@@ -76,7 +76,7 @@ impl SourceVmm for Machine {
     }
 
     fn begin_pause(&self) {
-        let mut control = self.settled();
+        let mut control = lock(&self.control);
         if control.step("stop it", Event::BeginPause).is_ok() {
             control.is_saving = true;
             self.group.begin_save();
@@ -97,7 +97,9 @@ impl SourceVmm for Machine {
             self.forget_saves(&mut control);
             control.step("go on", Event::CannotLeave).expect("it was stopping");
             self.go_on(&mut control, permit, was);
-            self.reset_if_asked(&mut control);
+            if self.is_reset_asked() {
+                self.group.ask_reset();
+            }
             self.resume_devices();
             return Err(error);
         }

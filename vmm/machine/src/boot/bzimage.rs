@@ -57,7 +57,7 @@ pub(super) fn load(
     // The kernel unpacks itself in place, into `init_size` bytes.
     let needed = loaded.kernel_load.0.saturating_add(u64::from(header.init_size));
     let kernel_end = loaded.kernel_end.max(needed);
-    let low_end = memory.ram().regions().first().map_or(0, |r| r.range().end().0 * PAGE_SIZE);
+    let low_end = memory.guest().first().map_or(0, |r| r.range().end().0 * PAGE_SIZE);
     if kernel_end > low_end {
         return Err(refuse(&format!("needs memory up to {kernel_end:#x}")));
     }

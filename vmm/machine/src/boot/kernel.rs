@@ -100,7 +100,7 @@ fn cmdline(text: &str) -> Result<Vec<u8>, MachineError> {
 /// The guest's memory as a kernel may use it.
 pub(super) fn memory_map(memory: &GuestMemory) -> Vec<MapEntry> {
     let mut map = Vec::new();
-    for region in memory.ram().regions() {
+    for region in memory.guest() {
         let (start, end) =
             (region.range().start().0 * PAGE_SIZE, region.range().end().0 * PAGE_SIZE);
         if start == 0 {
@@ -125,7 +125,7 @@ pub(super) fn load_initrd(
     let Some(path) = &config.initrd else { return Ok(None) };
     let mut file = File::open(path).map_err(file_error("initrd", path))?;
     let bytes = file.metadata().map_err(file_error("initrd", path))?.len();
-    let low_end = memory.ram().regions().first().map_or(0, |r| r.range().end().0 * PAGE_SIZE);
+    let low_end = memory.guest().first().map_or(0, |r| r.range().end().0 * PAGE_SIZE);
     let end = low_end.min(last_byte_max.saturating_add(1));
     let start = end.checked_sub(bytes).map(|start| start / PAGE_SIZE * PAGE_SIZE);
     let Some(start) = start.filter(|start| *start >= kernel_end.max(HIGH_MEMORY)) else {

@@ -16,8 +16,7 @@ pub(super) fn view<T>(
     let impossible =
         |what: String| MachineError::Config { reason: format!("load a kernel: {what}") };
     let regions = memory
-        .ram()
-        .regions()
+        .guest()
         .iter()
         .map(|region| {
             let bytes =

@@ -14,7 +14,8 @@ pub(super) fn prepare(
     tables: Level3Tables,
     nics: &[NicPlace],
 ) -> Result<Vec<Start>, MachineError> {
-    let plan = Plan::with_nics(&memory.ram().layout(), vcpus, params, vm.tsc_khz(), nics)
+    let layout: Vec<_> = memory.guest().iter().map(|region| region.range()).collect();
+    let plan = Plan::with_nics(&layout, vcpus, params, vm.tsc_khz(), nics)
         .map_err(|error| MachineError::Config { reason: error.to_string() })?;
     for (gpa, bytes) in plan.writes() {
         write(memory, gpa, bytes, "the built-in program")?;

@@ -73,7 +73,7 @@ pub(crate) fn install(
     let what = "descriptor tables";
     write(memory, Gpa(GDT), &level3_gdt(TSS), what)?;
     write(memory, Gpa(TSS), &tss(), what)?;
-    let end = memory.ram().regions().last().map_or(0, |region| region.range().end().0 * PAGE_SIZE);
+    let end = memory.guest().last().map_or(0, |region| region.range().end().0 * PAGE_SIZE);
     for (gpa, bytes) in identity(end.max(mmio_end), has_gigabyte_pages)? {
         write(memory, gpa, &bytes, "page tables")?;
     }

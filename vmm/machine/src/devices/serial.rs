@@ -143,7 +143,7 @@ fn transmits(line_control: u8, modem_control: u8) -> bool {
 }
 
 /// The registers as they travel.
-#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub(crate) struct SavedSerial {
     #[n(0)]

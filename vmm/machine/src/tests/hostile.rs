@@ -53,7 +53,7 @@ fn hostile_states_are_refused_or_loaded_but_never_break_the_machine() {
     for nothing in [&[][..], &[0xff; 64], &[0x9f; 1000], &[0xbf; 1000]] {
         let error = target.load_state(nothing, LoadFor::Rehearsal).unwrap_err().to_string();
         assert!(
-            error.starts_with("load the machine's state: ") && !error.contains('\n'),
+            error.starts_with("cannot load the machine's state: ") && !error.contains('\n'),
             "{error}"
         );
     }
@@ -98,7 +98,7 @@ fn hostile_descriptions_are_refused_or_built() {
     }
     let source = Machine::new(&program("fill=1M,ws=1M,rate=1/tick,tick=100us", 16, 1)).unwrap();
     let good = source.machine_description();
-    let layout = source.guest_ram().layout();
+    let layout = source.memory.ram().layout();
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let mut chance = Chance(0x2545_f491_4f6c_dd1d);
     let mut refused = 0;
@@ -122,20 +122,20 @@ fn other_machines_are_refused_by_name() {
         let factory = Factory::new(config).unwrap();
         factory.build(&request(description, layout)).err().expect("it is refused").to_string()
     };
-    let layout = other.guest_ram().layout();
+    let layout = other.memory.ram().layout();
     assert_eq!(
         error(FactoryConfig::default(), &description, &layout),
-        "build the machine: the description's memory is not the migration's"
+        "cannot build the machine: the description's memory is not the migration's"
     );
     let threads = FactoryConfig { accel: Accel::Threads, ..FactoryConfig::default() };
     assert_eq!(
-        error(threads, &description, &source.guest_ram().layout()),
-        "build the machine: the guest runs on kvm, this destination on threads"
+        error(threads, &description, &source.memory.ram().layout()),
+        "cannot build the machine: the guest runs on kvm, this destination on threads"
     );
     // A state of two vCPUs for a machine of one.
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
     let two = other.rehearse().unwrap().state;
     let error = target.load_state(&two, LoadFor::Rehearsal).unwrap_err().to_string();
-    assert_eq!(error, "load the machine's state: states of 2 vCPUs for 1");
+    assert_eq!(error, "cannot load the machine's state: states of 2 vCPUs for 1");
 }

@@ -26,11 +26,11 @@ fn wait_round(machine: &Machine) {
 
 /// Copies the pages that were written since the last time.
 fn copy_written(source: &Machine, tracker: &mut dyn DirtySource, target: &GuestMemory) {
-    let written = RamBitmap::new(source.guest_ram());
+    let written = RamBitmap::new(source.memory.ram());
     tracker.sync(&written).unwrap();
     let mut bytes = [0; PAGE_BYTES];
     for (index, bitmap) in written.iter() {
-        let first = source.guest_ram().regions()[usize::from(index.0)].range().start().0;
+        let first = source.memory.ram().regions()[usize::from(index.0)].range().start().0;
         for word in 0..bitmap.word_count() {
             let bits = bitmap.take_word(word);
             tracker.rearm(index, word as u64 * 64, &[bits]).unwrap();
@@ -43,11 +43,11 @@ fn copy_written(source: &Machine, tracker: &mut dyn DirtySource, target: &GuestM
 }
 
 fn assert_equal(source: &Machine, target: &GuestMemory, when: &str) {
-    if source.guest_ram().digest().unwrap() == target.ram().digest().unwrap() {
+    if source.memory.ram().digest().unwrap() == target.ram().digest().unwrap() {
         return;
     }
     let (mut here, mut there) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
-    for region in source.guest_ram().regions() {
+    for region in source.memory.ram().regions() {
         for page in region.range().start().0..region.range().end().0 {
             let gpa = Gpa(page * PAGE_SIZE);
             assert!(source.memory.read(gpa, &mut here) && target.read(gpa, &mut there));

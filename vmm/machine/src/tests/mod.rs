@@ -18,8 +18,8 @@ use crate::memory::GuestMemory;
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
 use martlet_engine::{BuildRequest, DestinationFactory, DestinationVmm, LoadFor, Peer, SourceVmm};
 use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE, PageRange};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Bytes of a page, as a length.
@@ -41,6 +41,12 @@ pub(crate) fn has_kvm() -> bool {
             false
         }
     }
+}
+
+/// A guest of threads is at one address of its process: there is one at a time.
+fn one_threads_guest() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    crate::vcpu::lock(&ONE)
 }
 
 pub(crate) fn program(text: &str, memory_mib: u64, vcpus: u16) -> MachineConfig {
@@ -107,6 +113,6 @@ pub(crate) fn destination(
     factory: &dyn DestinationFactory,
     source: &Machine,
 ) -> Arc<dyn DestinationVmm> {
-    let layout = source.guest_ram().layout();
+    let layout = source.memory.ram().layout();
     factory.build(&request(&source.machine_description(), &layout)).expect("a destination")
 }

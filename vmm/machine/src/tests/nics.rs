@@ -7,10 +7,10 @@ use crate::memory::GuestMemory;
 use crate::{Factory, FactoryConfig, GuestStatus};
 use martlet_engine::RunState;
 use martlet_guest_program::NicCounters;
-use martlet_ram::{GuestRam, RamBitmap};
+use martlet_ram::{GuestRam, RamBitmap, RamRegion};
 use martlet_vdpa::{Capabilities, VdpaDevice};
 
-const LOAD: &str = "fill=8M,ws=1M,rate=2/ms,tick=100us,frames=20/ms";
+pub(crate) const LOAD: &str = "fill=8M,ws=1M,rate=2/ms,tick=100us,frames=20/ms";
 
 pub(crate) fn loopbacks(count: u8, pairs: u16) -> Vec<Arc<Loopback>> {
     (0..count).map(|number| Loopback::new(number, pairs)).collect()
@@ -151,8 +151,12 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     assert!(first.iter().all(Option::is_some));
     // The devices belong to the guest that arrived.
     let description = machine.machine_description();
-    let error = factory.build(&request(&description, &machine.guest_ram().layout())).err().unwrap();
-    assert_eq!(error.to_string(), "build the machine: another guest has the network devices");
+    let error =
+        factory.build(&request(&description, &machine.memory.ram().layout())).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "cannot build the machine: another guest has the network devices"
+    );
 }
 
 #[test]
@@ -197,7 +201,7 @@ fn a_device_that_does_not_stop_stops_the_attempt_only() {
         cards[1].set_trouble(trouble);
         source.begin_suspend();
         let error = source.wait_suspended().unwrap_err().to_string();
-        assert!(error.starts_with("suspend the devices: network card 1: cannot"), "{error}");
+        assert!(error.starts_with("cannot suspend the devices: network card 1: cannot"), "{error}");
         assert!(cards.iter().all(|card| card.is_running()));
         assert_frames_flow(&source, 300);
     }
@@ -224,7 +228,7 @@ fn a_device_that_does_not_go_on_is_told_and_the_guest_runs() {
     target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
     target.start(paused.permit, paused.was);
     let error = target.resume_devices().unwrap_err().to_string();
-    let expected = "resume the devices: network card 1: cannot resume queue 3: told to fail";
+    let expected = "cannot resume the devices: network card 1: cannot resume queue 3: told to fail";
     assert_eq!(error, expected);
     source.moved_away();
     let machine = factory.machine().unwrap();
@@ -243,7 +247,7 @@ fn what_devices_write_is_tracked() {
     for tracking in [Tracking::Log, Tracking::Ring] {
         let config = MachineConfig { tracking, ..program(LOAD, 32, 1) };
         let source = with_cards(&config, &loopbacks(2, 2));
-        let copy = Arc::new(GuestRam::create(&source.guest_ram().layout()).unwrap());
+        let copy = Arc::new(GuestRam::create(&source.memory.ram().layout()).unwrap());
         let mut tracker = source.track().unwrap();
         copy_ram(&source, &copy);
         assert_frames_flow(&source, 500);
@@ -251,18 +255,19 @@ fn what_devices_write_is_tracked() {
         source.wait_suspended().unwrap();
         source.begin_pause();
         let paused = source.wait_paused().unwrap();
-        let dirty = RamBitmap::new(source.guest_ram());
+        let dirty = RamBitmap::new(source.memory.ram());
         tracker.sync(&dirty).unwrap();
         let memory = GuestMemory::new(copy);
         let (mut here, mut there) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
         for (region, bitmap) in dirty.iter() {
-            let start = source.guest_ram().region(region).unwrap().range().start().0;
+            let start = source.memory.ram().region(region).unwrap().range().start().0;
             for page in bitmap.runs().flatten() {
                 let gpa = Gpa((start + page) * PAGE_SIZE);
                 assert!(source.memory.read(gpa, &mut here) && memory.write(gpa, &here));
             }
         }
-        for page in 0..source.guest_ram().pages().0 {
+        let pages = |region: &RamRegion| region.range().start().0..region.range().end().0;
+        for page in source.memory.guest().iter().flat_map(pages) {
             let gpa = Gpa(page * PAGE_SIZE);
             assert!(source.memory.read(gpa, &mut here) && memory.read(gpa, &mut there));
             assert!(here == there, "{tracking:?}: page {page:#x} was written and not reported");
@@ -342,16 +347,19 @@ fn a_destination_that_lacks_something_refuses_in_one_line() {
     }
     let source = with_cards(&program(LOAD, 32, 1), &loopbacks(2, 4));
     let refusal = |cards: &[Arc<Loopback>]| {
-        let layout = source.guest_ram().layout();
+        let layout = source.memory.ram().layout();
         let factory = factory(cards);
         factory.build(&request(&source.machine_description(), &layout)).err().unwrap().to_string()
     };
     let expected = [
-        (vec![], "build the machine: the guest has 2 network cards, there are devices for 0"),
-        (loopbacks(2, 2), "build the machine: network card 0 needs 8 queues, there are 4"),
+        (
+            vec![],
+            "cannot build the machine: the guest has 2 network cards, there are devices for 0",
+        ),
+        (loopbacks(2, 2), "cannot build the machine: network card 0 needs 8 queues, there are 4"),
         (
             loopbacks(3, 4).split_off(1),
-            "build the machine: network card 0 has address 02:00:00:00:00:00, here \
+            "cannot build the machine: network card 0 has address 02:00:00:00:00:00, here \
              02:00:00:00:00:01",
         ),
     ];
@@ -367,6 +375,7 @@ fn a_destination_that_lacks_something_refuses_in_one_line() {
 /// such a machine: there is one guest a process.
 #[test]
 fn frames_flow_without_kvm() {
+    let _one = one_threads_guest();
     let cards = loopbacks(2, 2);
     let config = MachineConfig { accel: Accel::Threads, ..program(LOAD, 64, 2) };
     let machine = with_cards(&config, &cards);
@@ -383,7 +392,7 @@ fn frames_flow_without_kvm() {
         machine.wait_suspended().unwrap();
         machine.begin_pause();
         let paused = machine.wait_paused().unwrap();
-        let dirty = RamBitmap::new(machine.guest_ram());
+        let dirty = RamBitmap::new(machine.memory.ram());
         tracker.sync(&dirty).unwrap();
         assert!(dirty.count() > 0 && !machine.take_state().unwrap().is_empty());
         machine.resume(paused.permit, paused.was);

@@ -186,7 +186,7 @@ fn an_ended_guest_says_why_and_stays() {
     eprintln!("ended: {reason}");
     machine.begin_pause();
     let error = machine.wait_paused().unwrap_err().to_string();
-    assert!(error.starts_with("stop the guest: the guest has ended"), "{error}");
+    assert!(error.starts_with("cannot stop the guest: the guest has ended"), "{error}");
     assert!(machine.rehearse().is_err());
     assert!(machine.continue_by_owner().is_err());
 }

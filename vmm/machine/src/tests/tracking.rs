@@ -39,7 +39,7 @@ impl Writer {
         let config = MachineConfig { tracking, memory, ..program(load, 192, 1) };
         let machine = Machine::new(&config).unwrap();
         let plan = martlet_guest_program::Plan::new(
-            &machine.guest_ram().layout(),
+            &machine.memory.ram().layout(),
             1,
             &load.parse().unwrap(),
             machine.vm.tsc_khz(),
@@ -72,7 +72,7 @@ impl Writer {
 }
 
 fn sync(source: &mut dyn DirtySource, machine: &Machine) -> BTreeSet<u64> {
-    let dirty = RamBitmap::new(machine.guest_ram());
+    let dirty = RamBitmap::new(machine.memory.ram());
     source.sync(&dirty).unwrap();
     dirty.region(RegionIndex(0)).runs().flatten().collect()
 }
@@ -179,7 +179,7 @@ fn the_log_clears_only_what_it_was_asked_and_had_read() {
     let again = writer.write(0x1002, 1, 1);
     assert_eq!(sync(&mut *source, &machine), &rest | &again);
     // The last words of a region are fewer than a chunk's.
-    let last = machine.guest_ram().regions()[0].pages() - 1;
+    let last = machine.memory.ram().regions()[0].pages() - 1;
     let written = writer.write(last, 1, 1);
     let reported = sync(&mut *source, &machine);
     assert!(reported.is_superset(&written));

@@ -174,8 +174,9 @@ impl Demo<'_> {
             }
         };
         process.arg("--listen", listen);
-        // What it does not touch takes nothing, so it may be larger than the host.
-        process.arg("--memory-max", self.args.memory.0.to_string());
+        // What it does not touch takes nothing, so it may be larger than the host. What it boots
+        // from comes with it.
+        process.arg("--memory-max", self.args.memory.0.saturating_mul(2).to_string());
         process.start(&self.interrupts)
     }
 

@@ -15,7 +15,6 @@ use crate::vcpu::lock;
 use martlet_guest_program::NicPlace;
 use martlet_ram::{GuestRam, RamBitmap, TrackError};
 use martlet_units::{Gfn, Gpa, Instant};
-use martlet_vdpa::Counters;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -367,11 +366,6 @@ impl Nics {
         for card in &self.cards {
             card.device.take_dirty(&mut |first, word| ram.mark_word(into, Gfn(first), word));
         }
-    }
-
-    /// What each device has done.
-    pub(crate) fn counters(&self) -> Vec<Counters> {
-        self.cards.iter().map(|card| card.device.counters()).collect()
     }
 
     /// When each card served its first and its last frame.
