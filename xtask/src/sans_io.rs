@@ -4,8 +4,14 @@ use std::fs;
 use std::path::Path;
 
 /// Folders whose crates take time, chance and events as arguments, and give actions.
-const SANS_IO: [&str; 5] =
-    ["migration/core", "migration/protocol", "migration/policy", "migration/ram", "drivers"];
+const SANS_IO: [&str; 6] = [
+    "migration/core",
+    "migration/protocol",
+    "migration/policy",
+    "migration/ram",
+    "migration/rdma",
+    "drivers",
+];
 
 /// Where a driver meets the operating system.
 const EDGES: [(&str, &str); 5] = [

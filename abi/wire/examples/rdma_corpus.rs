@@ -3,8 +3,8 @@
 //!     cargo run -p martlet-wire --example rdma_corpus -- fuzz/corpus
 
 use martlet_wire::rdma::{
-    Door, Grant, Pinning, QueueHello, RDMA_VERSION, RdmaMessage, RoundEnd, Terms, WireProvider,
-    WireSpan, ZeroList, ZeroRange,
+    Grant, Pinning, QueueAddress, QueueHello, RDMA_VERSION, RdmaMessage, RoundEnd, Terms,
+    WireProvider, WireSpan, ZeroList, ZeroRange,
 };
 use std::path::Path;
 
@@ -33,7 +33,7 @@ fn messages() -> Vec<RdmaMessage> {
         RdmaMessage::Heartbeat { sent_ns: 1 << 40 },
         RdmaMessage::Close { reason: "the link broke".to_owned() },
         RdmaMessage::Revoked { rounds: 4 },
-        RdmaMessage::Door(Door { provider: WireProvider::IBV, port: 4791 }),
+        RdmaMessage::QueueAddress(QueueAddress { provider: WireProvider::IBV, port: 4791 }),
     ]
 }
 

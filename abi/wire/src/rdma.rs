@@ -26,7 +26,7 @@
 //! | 11 | `Heartbeat` | both | the sender's clock in ns (8) |
 //! | 12 | `Close` | both | why, UTF-8 |
 //! | 13 | `Revoked` | destination | rounds that arrived (4), reserved (4) |
-//! | 14 | `Door` | destination | provider (2), port (2), reserved (4) |
+//! | 14 | `QueueAddress` | destination | provider (2), port (2), reserved (4) |
 //!
 //! Whether a span or a range is inside the guest is checked by who knows the guest; everything
 //! that can be checked without is checked here, before anything is allocated.
@@ -191,12 +191,12 @@ pub enum RdmaMessage {
         rounds: u32,
     },
     /// Destination, before anything else: where queue pairs are let in.
-    Door(Door),
+    QueueAddress(QueueAddress),
 }
 
 /// Where a destination lets queue pairs in: at the address of the connection of these messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Door {
+pub struct QueueAddress {
     /// By which kind of device; both sides need the same.
     pub provider: WireProvider,
     /// The port of the connection manager; not 0.

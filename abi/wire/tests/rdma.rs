@@ -4,9 +4,9 @@
 
 use martlet_wire::fuzz;
 use martlet_wire::rdma::{
-    Door, Grant, Pinning, QueueHello, RDMA_HEADER_BYTES, RDMA_KIND_MAX, RdmaError, RdmaHeader,
-    RdmaMessage, RoundEnd, SPANS_MAX, Terms, WireProvider, WireSpan, ZERO_RANGES_MAX, ZeroList,
-    ZeroRange,
+    Grant, Pinning, QueueAddress, QueueHello, RDMA_HEADER_BYTES, RDMA_KIND_MAX, RdmaError,
+    RdmaHeader, RdmaMessage, RoundEnd, SPANS_MAX, Terms, WireProvider, WireSpan, ZERO_RANGES_MAX,
+    ZeroList, ZeroRange,
 };
 use proptest::prelude::*;
 
@@ -61,7 +61,7 @@ fn vectors() -> Vec<(RdmaMessage, String)> {
         (RdmaMessage::Close { reason: "no".to_owned() }, head("0c00", "02000000") + "6e6f"),
         (RdmaMessage::Revoked { rounds: 3 }, head("0d00", "08000000") + "03000000 00000000"),
         (
-            RdmaMessage::Door(Door { provider: WireProvider::SOFT, port: 0x4321 }),
+            RdmaMessage::QueueAddress(QueueAddress { provider: WireProvider::SOFT, port: 0x4321 }),
             head("0e00", "08000000") + "0200 2143 00000000",
         ),
     ]

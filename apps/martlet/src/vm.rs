@@ -6,15 +6,15 @@ use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::log::note;
 use crate::vdpa;
 use martlet_engine::{
-    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, ReceiveOptions,
-    ReceiveStatus, Receiver, Report, SourceVmm, Status,
+    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, Provider,
+    RdmaAccept, ReceiveOptions, ReceiveStatus, Receiver, Report, SourceVmm, Status,
 };
 use martlet_guest_program::{GuestCounters, ProgramParams};
 use martlet_machine::{
     Accel, Boot, Factory, FactoryConfig, GuestStatus, KernelConfig, Machine, MachineConfig,
     MachineError, MachineInfo, SerialOut, Tracking, kvm_is_usable,
 };
-use martlet_transport::{Address, Provider, RdmaAccept};
+use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use std::io;
 use std::sync::Arc;

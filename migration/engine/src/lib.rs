@@ -18,10 +18,7 @@ pub use martlet_ram::{
     PageBitmap, RamBitmap, RamError, RamRegion, RegionFile, RegionIndex, TrackError, Tracker,
     ZeroCheck, ZeroFinder, ZeroFinders, mark_touched,
 };
-pub use martlet_transport::{
-    Address, ParseAddressError, ParseProviderError, Provider, RdmaAccept, RdmaOptions,
-    monotonic_now,
-};
+pub use martlet_transport::{Address, ParseAddressError, monotonic_now};
 pub use martlet_units::{
     ByteCount, BytesPerSec, ClockOffset, Gfn, Gpa, Instant, PAGE_SIZE, PageCount, PageRange,
 };
@@ -35,9 +32,17 @@ use martlet_transport::chain;
 
 mod accelerator;
 mod destination;
+mod handover;
 mod host;
 mod mailbox;
+mod rdma;
 mod source;
+
+/// What [`handover`] is made of. Its test stands on the same with every order tried.
+mod sync {
+    pub(crate) use martlet_transport::Wake;
+    pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+}
 
 pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
 pub use destination::{ReceiveOptions, ReceiveStatus, Receiver};
@@ -46,4 +51,5 @@ pub use martlet_core::{
     LoadFor, Network, Outcome, Outrun, PageCounts, Paused, Peer, Phases, Progress, RdmaUse,
     Rehearsal, Report, RunState, Side, SourceVmm, Span, Status,
 };
+pub use rdma::{ParseProviderError, Provider, RdmaAccept, RdmaOptions};
 pub use source::{MigrateOptions, Migration, Then, Within};

@@ -7,11 +7,12 @@ mod fake;
 
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
-    MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report, SourceVmm,
+    MigrateOptions, Migration, Outcome, Provider, RdmaAccept, ReceiveOptions, ReceiveStatus,
+    Receiver, Report, SourceVmm,
 };
 use martlet_ram::RegionIndex;
 use martlet_ram::testing::Spoiled;
-use martlet_transport::{Address, Provider, RdmaAccept};
+use martlet_transport::Address;
 use martlet_units::PAGE_SIZE;
 use std::sync::Arc;
 use std::time::Duration;

@@ -8,9 +8,10 @@ mod proxy;
 
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
-    MigrateOptions, Migration, Outcome, ReceiveOptions, ReceiveStatus, Receiver, Report,
+    MigrateOptions, Migration, Outcome, Provider, RdmaAccept, RdmaOptions, ReceiveOptions,
+    ReceiveStatus, Receiver, Report,
 };
-use martlet_transport::{Address, Provider, RdmaAccept, RdmaOptions};
+use martlet_transport::Address;
 use proxy::{Fault, Proxy};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -12,7 +12,7 @@ use martlet_wire::pages::{
     RunEntry,
 };
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
@@ -470,6 +470,13 @@ impl<C: Connection> PageReceiver<C> {
         }
         self.stage = if self.payload.is_done() { Stage::Header } else { Stage::Payload };
         Ok(())
+    }
+}
+
+/// To wait for what comes.
+impl AsFd for PageReceiver {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 

@@ -1,4 +1,4 @@
-//! Pages over a socket pair, in whole and in pieces, and what strangers send.
+//! Pages over a socket pair, in whole and in pieces, and what no peer of ours sends.
 
 use super::*;
 use martlet_ram::testing::Spoiled;
@@ -203,7 +203,7 @@ fn a_frame_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn strangers_and_hangers_up_are_told_apart() {
+fn another_protocol_and_a_hang_up_are_told_apart() {
     let (here, there) = pair();
     let mut receiver = PageReceiver::new(there, Arc::new(Placer::new(ram()))).unwrap();
     here.write_all(&[b'x'; PAGES_HEADER_BYTES]).unwrap();

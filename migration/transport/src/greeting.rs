@@ -138,7 +138,7 @@ pub fn reply(stream: &Stream, answer: &HelloReply) -> io::Result<()> {
 /// Bytes that are enough to tell a peer that speaks something else.
 const PREFIX_BYTES: usize = 8;
 
-/// Reads a greeting, and gives up on a stranger at its first bytes instead of waiting for more.
+/// Reads a greeting, and gives up on what is no greeting at its first bytes instead of waiting for more.
 fn read_checked(
     stream: &Stream,
     buffer: &mut [u8],
@@ -176,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_is_told_from_its_first_byte() {
-        let (stranger, here) = pair();
-        stranger.write_all(b"S").unwrap();
+    fn another_protocol_is_told_from_its_first_byte() {
+        let (other, here) = pair();
+        other.write_all(b"S").unwrap();
         assert!(matches!(read_hello(&here), Err(GreetingError::Hello(HelloError::NotMartlet(_)))));
     }
 

@@ -4,7 +4,6 @@
 //! connect / Listener::try_accept + Greeting + reply  every connection starts so
 //!    ControlLink                                    messages, both ways
 //!    PageSender ==> PageReceiver                    pages from guest memory to guest memory
-//!    RdmaSender ==> RdmaReceiver                    the same by RDMA
 //! ```
 //!
 //! Sockets never block: a call that may wait takes or names its bound.
@@ -17,8 +16,6 @@ mod funnel;
 mod greeting;
 mod listener;
 mod raw;
-pub mod rdma;
-mod rdma_link;
 mod socket_file;
 mod stream;
 mod target;
@@ -33,9 +30,6 @@ pub use greeting::{
 };
 pub use listener::Listener;
 pub use raw::{Incoming, Outgoing};
-pub use rdma_link::{
-    ParseProviderError, Provider, RdmaAccept, RdmaOptions, RdmaReceiver, RdmaSender, Received, Sent,
-};
 pub use socket_file::{SocketFile, SocketFileError, UNIX_PATH_MAX};
 pub use stream::{STALL_MAX, Stream, monotonic_now, wait_any};
 pub use target::{Target, Until};

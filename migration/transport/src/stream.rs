@@ -44,7 +44,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    pub(crate) fn from_tcp(stream: TcpStream) -> io::Result<Stream> {
+    /// Takes a connection over.
+    pub fn from_tcp(stream: TcpStream) -> io::Result<Stream> {
         // A commit must not wait for an acknowledgement of the bytes before it (RFC 896).
         stream.set_nodelay(true)?;
         Stream::from_fd(stream.into())
@@ -119,12 +120,12 @@ impl Stream {
     }
 
     /// The peer's address, if it has one of the network.
-    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+    pub fn peer(&self) -> Option<SocketAddr> {
         rustix::net::getpeername(&self.fd).ok()?.and_then(|address| address.try_into().ok())
     }
 
     /// This side's address, if it has one of the network.
-    pub(crate) fn local(&self) -> Option<SocketAddr> {
+    pub fn local(&self) -> Option<SocketAddr> {
         rustix::net::getsockname(&self.fd).ok()?.try_into().ok()
     }
 
@@ -162,7 +163,7 @@ impl Stream {
     }
 
     /// Writes all of `bytes`, with a bound on every wait.
-    pub(crate) fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
+    pub fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match self.write_now(bytes) {
                 Ok(sent) => bytes = &bytes[sent..],

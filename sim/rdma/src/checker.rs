@@ -2,7 +2,7 @@
 //! promises.
 
 use martlet_ram::RegionIndex;
-use martlet_transport::rdma::{PageSpan, Post, QueueIndex, Work, WorkSequence};
+use martlet_rdma::{PageSpan, Post, QueueIndex, Work, WorkSequence};
 use std::collections::{BTreeMap, VecDeque};
 
 /// What must never happen.

@@ -2,8 +2,8 @@
 
 use crate::joint::locate;
 use martlet_ram::{RegionIndex, Run, RunKind};
+use martlet_rdma::PageSpan;
 use martlet_simulation::Chance;
-use martlet_transport::rdma::PageSpan;
 use martlet_units::PAGE_SIZE;
 use martlet_verbs_model::{Memory, Side};
 

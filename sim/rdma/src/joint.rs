@@ -3,12 +3,12 @@
 
 use crate::checker::Checker;
 use martlet_ram::RegionIndex;
-use martlet_simulation::Agenda;
-use martlet_transport::rdma::{
+use martlet_rdma::{
     Destination, DestinationAction, DestinationConfig, Drain, LayoutError, LocalKey,
     MARKER_RECEIVES, PageSpan, Post, QueueIndex, Registered, RemoteKey, Source, SourceAction,
     SourceConfig, UnitIndex, Work, WorkCompletion, WorkSequence, WorkStatus,
 };
+use martlet_simulation::Agenda;
 use martlet_units::{Instant, PAGE_SIZE};
 use martlet_verbs_model::{
     Access, Key, Memory, Network, Operation, PairId, PostError, Request, Side, Status,

@@ -7,10 +7,8 @@ use crate::guest::Guest;
 use crate::joint::{Joint, JointConfig, Note};
 use martlet_fault_plan::FaultPlan;
 use martlet_ram::{Run, RunKind};
+use martlet_rdma::{DestinationConfig, Drain, HEARTBEAT_DEADLINE, Offered, SourceConfig, Unsound};
 use martlet_simulation::Chance;
-use martlet_transport::rdma::{
-    DestinationConfig, Drain, HEARTBEAT_DEADLINE, Offered, SourceConfig, Unsound,
-};
 use martlet_units::Instant;
 use martlet_verbs_model::{Fault, Network, Params, Point, Side, Status};
 use martlet_wire::rdma::Pinning;

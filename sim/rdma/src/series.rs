@@ -20,7 +20,7 @@
 use crate::joint::{Joint, JointConfig, Note};
 use martlet_fault_plan::FaultPlan;
 use martlet_ram::{RegionIndex, Run, RunKind};
-use martlet_transport::rdma::{DestinationConfig, Drain, Offered, PageSpan, SourceConfig, Unsound};
+use martlet_rdma::{DestinationConfig, Drain, Offered, PageSpan, SourceConfig, Unsound};
 use martlet_units::{Instant, PAGE_SIZE};
 use martlet_verbs_model::{Network, NoMemory, Params};
 use martlet_wire::rdma::Pinning;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use martlet_ram::{RegionIndex, Run, RunKind};
-use martlet_transport::rdma::{
+use martlet_rdma::{
     Destination, DestinationAction, DestinationConfig, LocalKey, PageSpan, QueueIndex, Registered,
     RemoteKey, Source, SourceAction, SourceConfig, UnitIndex, Work, WorkCompletion, WorkSequence,
     WorkStatus,

@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+use martlet_rdma::Unsound;
 use martlet_sim_rdma::scenario::{End, LOSS_MAX, Options, Outcome, Violation, run};
-use martlet_transport::rdma::Unsound;
 use proptest::prelude::*;
 
 /// Seeds that every run plays; `MARTLET_SEEDS` sets another number.

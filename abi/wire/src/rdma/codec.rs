@@ -1,7 +1,7 @@
 //! The messages' layouts, checked both ways.
 
 use super::{
-    CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Door, Grant, Pinning, QUEUE_HELLO_BYTES, QUEUES_MAX,
+    CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Grant, Pinning, QUEUE_HELLO_BYTES, QUEUES_MAX, QueueAddress,
     QueueHello, RDMA_HEADER_BYTES, RDMA_MAGIC, RDMA_VERSION, RdmaError, RdmaMessage, RoundEnd,
     SPANS_MAX, Terms, UNIT_CHUNKS_MAX, WireProvider, WireSpan, ZERO_RANGES_MAX, ZeroList,
     ZeroRange,
@@ -34,7 +34,7 @@ layout!(RawGrant, 32, { span: RawSpan, address: U64, key: U32, reserved: U32 });
 layout!(RawRange, 16, { region: U16, reserved: U16, count: U32, first_page: U64 });
 layout!(RawRoundEnd, 16, { round: U32, last: U32, zero_lists: U64 });
 layout!(RawRevoked, 8, { rounds: U32, reserved: U32 });
-layout!(RawDoor, 8, { provider: U16, port: U16, reserved: U32 });
+layout!(RawQueueAddress, 8, { provider: U16, port: U16, reserved: U32 });
 layout!(RawQueueHello, 32, {
     magic: [u8; 4], version: U16, queue: U16, token: [u8; 16], reserved: U64,
 });
@@ -52,9 +52,9 @@ const KIND_ROUND_END: u16 = 10;
 const KIND_HEARTBEAT: u16 = 11;
 const KIND_CLOSE: u16 = 12;
 const KIND_REVOKED: u16 = 13;
-const KIND_DOOR: u16 = 14;
+const KIND_QUEUE_ADDRESS: u16 = 14;
 /// The highest kind; they are numbered from 1 without gaps.
-pub const RDMA_KIND_MAX: u16 = KIND_DOOR;
+pub const RDMA_KIND_MAX: u16 = KIND_QUEUE_ADDRESS;
 
 /// Which bodies a kind may have: a fixed part, and entries of this size from `min` to `max`.
 struct Shape {
@@ -81,7 +81,7 @@ const fn shape(kind: u16) -> Option<Shape> {
             Some(Shape { fixed: 8, entry: size_of::<RawRange>(), min: 1, max: ZERO_RANGES_MAX })
         }
         KIND_ROUND_END => fixed(size_of::<RawRoundEnd>()),
-        KIND_ZERO_DONE | KIND_HEARTBEAT | KIND_REVOKED | KIND_DOOR => fixed(8),
+        KIND_ZERO_DONE | KIND_HEARTBEAT | KIND_REVOKED | KIND_QUEUE_ADDRESS => fixed(8),
         KIND_CLOSE => Some(Shape { fixed: 0, entry: 1, min: 0, max: REASON_BYTES_MAX }),
         _ => None,
     }
@@ -284,7 +284,7 @@ impl RdmaMessage {
             RdmaMessage::Heartbeat { .. } => KIND_HEARTBEAT,
             RdmaMessage::Close { .. } => KIND_CLOSE,
             RdmaMessage::Revoked { .. } => KIND_REVOKED,
-            RdmaMessage::Door(_) => KIND_DOOR,
+            RdmaMessage::QueueAddress(_) => KIND_QUEUE_ADDRESS,
         }
     }
 
@@ -331,8 +331,8 @@ impl RdmaMessage {
                 }
                 RdmaMessage::Revoked { rounds: raw.rounds.get() }
             }
-            KIND_DOOR => {
-                let raw: RawDoor = fixed(kind, body)?;
+            KIND_QUEUE_ADDRESS => {
+                let raw: RawQueueAddress = fixed(kind, body)?;
                 let reserved = u64::from(raw.reserved.get());
                 if reserved != 0 {
                     return Err(RdmaError::Reserved { flags: 0, reserved });
@@ -341,7 +341,7 @@ impl RdmaMessage {
                 if provider.0 == 0 || port == 0 {
                     return Err(RdmaError::Entry { kind, index: 0 });
                 }
-                RdmaMessage::Door(Door { provider, port })
+                RdmaMessage::QueueAddress(QueueAddress { provider, port })
             }
             _ => return Err(RdmaError::Kind(kind)),
         })
@@ -404,9 +404,11 @@ impl RdmaMessage {
                 let raw = RawRevoked { rounds: (*rounds).into(), reserved: U32::ZERO };
                 out.extend_from_slice(raw.as_bytes());
             }
-            RdmaMessage::Door(door) => {
-                let (provider, port) = (door.provider.0.into(), door.port.into());
-                out.extend_from_slice(RawDoor { provider, port, reserved: U32::ZERO }.as_bytes());
+            RdmaMessage::QueueAddress(address) => {
+                let (provider, port) = (address.provider.0.into(), address.port.into());
+                out.extend_from_slice(
+                    RawQueueAddress { provider, port, reserved: U32::ZERO }.as_bytes(),
+                );
             }
         }
     }

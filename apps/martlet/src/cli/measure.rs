@@ -3,8 +3,8 @@
 use super::vdpa::{VDPA_DEVICES_MAX, VDPA_QUEUES_MAX, vdpa_count};
 use super::{count, memory};
 use clap::{Args, Subcommand, ValueEnum};
+use martlet_engine::Provider;
 use martlet_policy::admission::OffloadPolicy;
-use martlet_transport::Provider;
 use martlet_units::ByteCount;
 use std::net::IpAddr;
 use std::path::PathBuf;

@@ -8,9 +8,9 @@ use crate::cli::{
 };
 use crate::control::Verdict;
 use crate::report_json::{OutrunJson, ReportJson, ms, round_to};
-use martlet_engine::{MigrateOptions, Progress, Report, Status, Within};
+use martlet_engine::{MigrateOptions, ParseProviderError, Progress, Report, Status, Within};
 use martlet_ram::ZeroFinders;
-use martlet_transport::{Address, ParseProviderError};
+use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};

@@ -1,7 +1,8 @@
-use super::super::intake_rdma::{self, RdmaIntake};
 use super::*;
+use crate::rdma::{Provider, RdmaAccept};
+use martlet_core::destination::Intake as _;
 use martlet_ram::GuestRam;
-use martlet_transport::{Address, Listener, Provider, RdmaAccept};
+use martlet_transport::{Address, Listener};
 use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
 use martlet_wire::pages::{PagesHeader, RunEntry};
 use martlet_wire::rdma::RdmaMessage;
@@ -61,7 +62,7 @@ fn nothing_lands_after_the_close() {
     let events = Arc::new(Mailbox::new().unwrap());
     let (mut peer, stream) = connected();
     let placer = Arc::new(Placer::new(Arc::clone(&ram)));
-    let intake = PageIntake::start(vec![stream], &placer, &events).unwrap();
+    let mut intake = Intake::start(vec![stream], &placer, &events).unwrap();
 
     peer.write_all(&frame(3, 7)).unwrap();
     peer.write_all(PagesHeader::barrier(0).as_bytes()).unwrap();
@@ -85,7 +86,7 @@ fn a_close_waits_for_no_peer() {
     let (ram, events) = (memory(), Arc::new(Mailbox::new().unwrap()));
     let (mut peer, stream) = connected();
     let accept = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
-    let intake = RdmaIntake::start(stream, &ram, &accept, [0; 16], &events).unwrap();
+    let mut intake = Intake::start_rdma(stream, &ram, &accept, [0; 16], &events).unwrap();
     // RDMA ends before it began, so pages come over the connection.
     let mut close = Vec::new();
     RdmaMessage::Close { reason: "a test wants it".to_owned() }.encode(&mut close);
@@ -96,5 +97,5 @@ fn a_close_waits_for_no_peer() {
     std::thread::sleep(Duration::from_millis(50));
     let began = Instant::now();
     intake.close();
-    assert!(began.elapsed() < intake_rdma::WAIT_INTERVAL / 2, "it took {:?}", began.elapsed());
+    assert!(began.elapsed() < WAIT_INTERVAL / 2, "it took {:?}", began.elapsed());
 }

@@ -2,15 +2,14 @@
 
 mod events;
 mod intake;
-mod intake_pages;
-mod intake_rdma;
 mod listening;
 mod serving;
 mod shared;
 
+use crate::rdma::RdmaAccept;
 use crate::{DestinationFactory, Peer, host};
 pub use martlet_core::destination::ReceiveStatus;
-use martlet_transport::{Address, Listener, RdmaAccept, Stream};
+use martlet_transport::{Address, Listener, Stream};
 use martlet_units::ByteCount;
 use shared::Shared;
 use std::sync::Arc;

@@ -1,5 +1,9 @@
-//! The source's ways of guest memory and the threads that fill them: [`pages`] over connections,
-//! [`rdma`] by queue pairs.
+//! The source's lanes, each the sending end of a channel with a thread of its own: [`pages`] over a
+//! connection, [`rdma`] by queue pairs.
+//!
+//! The driver hands chunks out; a lane's thread looks for zero pages and has the lane send the rest
+//! straight from guest memory. Near the blackout the driver takes all lanes over, and sends a small
+//! last run itself: a thread's wake-up would cost more than the pages.
 
 mod pages;
 mod queue;
@@ -7,16 +11,22 @@ mod rdma;
 
 use super::events::Event;
 use super::shared::Shared;
+use crate::handover::Handover;
+use crate::host;
 use martlet_policy::Pacer;
-use martlet_ram::{BYTES_MAX, Chunk, GuestRam, RamBitmap, ZeroCheck, ZeroFinders};
-use martlet_transport::{RdmaSender, Stream, monotonic_now};
+use martlet_ram::{
+    BYTES_MAX, Chunk, ChunkBits, GuestRam, PageBatch, ZeroCheck, ZeroFinder, ZeroFinders,
+};
+use martlet_transport::{Stream, Wake, monotonic_now};
 use martlet_units::ByteCount;
-use pages::PageLanes;
-use rdma::RdmaLane;
-use rustix::event::PollFd;
+pub(super) use pages::PageLane;
+use queue::{Inbox, Queue, Work, queue};
+pub(super) use rdma::RdmaLane;
+use rustix::event::{PollFd, PollFlags};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// A lane that waits for its turn looks this often whether something has changed.
@@ -51,7 +61,8 @@ impl Sent {
         }
     }
 
-    fn count(&self, normal: u64, zero: u64) {
+    fn count(&self, bytes: ByteCount, normal: u64, zero: u64) {
+        self.bytes.fetch_add(bytes.0, Ordering::Relaxed);
         self.normal.fetch_add(normal, Ordering::Relaxed);
         self.zero.fetch_add(zero, Ordering::Relaxed);
     }
@@ -110,26 +121,58 @@ impl Common {
             std::thread::sleep(wait.min(SLEEP_MAX));
         }
     }
-
-    fn lose_lane(&self, what: &str, error: &io::Error) {
-        self.shared.events.post(Event::of_lane(what, error));
-    }
 }
 
-/// Posts that a lane is lost should its thread panic: nobody else would say so.
-struct LaneThread<'a>(&'a Common);
+/// The sending end of a channel, for whoever has it in hand.
+pub(super) trait Lane: Send {
+    /// Does what can be done without waiting for it.
+    fn step(&mut self, out: &mut Outgoing<'_, '_>) -> io::Result<Step>;
 
-impl Drop for LaneThread<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let reason = "internal error: the thread of a data channel panicked".to_owned();
-            self.0.shared.events.post(Event::LaneLost { reason });
-        }
-    }
+    /// Whether another chunk, or a round's end, can be taken.
+    fn has_room(&self) -> bool;
+
+    /// Takes a chunk; `zero` says which of its pages are zero.
+    fn add(&mut self, out: &mut Outgoing<'_, '_>, chunk: Chunk, zero: &ChunkBits)
+    -> io::Result<()>;
+
+    /// Sends what was held back to go together with more.
+    fn flush(&mut self, out: &mut Outgoing<'_, '_>) -> io::Result<()>;
+
+    /// Ends a round behind everything that was taken.
+    fn end_round(&mut self, out: &mut Outgoing<'_, '_>, round: u32, last: bool) -> io::Result<()>;
+
+    /// The round that has ended: its barrier is sent, or, by RDMA, all of it has arrived.
+    fn take_ended(&mut self) -> Option<u32>;
+
+    /// Waits until `wake` is raised or there is something to do; may return early.
+    fn wait(&mut self, common: &Common, wake: &Wake) -> io::Result<()>;
+
+    /// Sends a part of the last run without waiting, on whatever thread.
+    fn advance(
+        &mut self,
+        common: &Common,
+        part: &mut Part<'_>,
+        chunks: &mut dyn Iterator<Item = Chunk>,
+        round: u32,
+    ) -> io::Result<Sending>;
+}
+
+/// What came of a lane's step.
+pub(super) enum Step {
+    Idle,
+    Busy,
+    /// The channel goes on as this.
+    Becomes(Box<dyn Lane>),
+}
+
+/// What a lane sends with, on its own thread.
+pub(super) struct Outgoing<'a, 'ram> {
+    pub(super) common: &'a Common,
+    pub(super) batch: &'a mut PageBatch<'ram>,
 }
 
 /// How far a last run has come that its driver sends by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Sending {
     /// All of it, and the barriers, are in the channels.
     Done,
@@ -143,117 +186,161 @@ pub(super) enum Sending {
 
 /// A last run that the driver sends by itself, without ever waiting. Made before the blackout.
 pub(super) struct LastRun<'ram> {
-    pages: pages::LastRun<'ram>,
-    rdma: rdma::LastRun<'ram>,
+    parts: Vec<Part<'ram>>,
+}
+
+/// What of it goes by one lane.
+pub(super) struct Part<'ram> {
+    batch: PageBatch<'ram>,
+    stage: pages::Stage,
+    is_begun: bool,
+    is_done: bool,
 }
 
 impl<'ram> LastRun<'ram> {
     pub(super) fn new(ram: &'ram GuestRam, lanes: &Lanes) -> LastRun<'ram> {
-        let count = match lanes {
-            Lanes::Pages(lanes) => lanes.count(),
-            Lanes::Rdma(_) => 0,
+        let part = |_| Part {
+            batch: PageBatch::new(ram),
+            stage: pages::Stage::default(),
+            is_begun: false,
+            is_done: false,
         };
-        LastRun { pages: pages::LastRun::new(ram, count), rdma: rdma::LastRun::new(ram) }
+        LastRun { parts: (0..lanes.count()).map(part).collect() }
     }
 
     /// Nothing of it has been sent.
     pub(super) fn begin(&mut self) {
-        self.pages.begin();
-        self.rdma.begin();
+        for part in &mut self.parts {
+            part.batch.clear();
+            part.stage = pages::Stage::default();
+            (part.is_begun, part.is_done) = (false, false);
+        }
     }
 }
 
 /// All lanes of a migration.
-pub(super) enum Lanes {
-    Pages(PageLanes),
-    Rdma(RdmaLane),
+pub(super) struct Lanes {
+    common: Arc<Common>,
+    handles: Vec<Handle>,
+    /// The driver has the lanes until it disarms them.
+    is_armed: AtomicBool,
+}
+
+struct Handle {
+    lane: Arc<Handover<Box<dyn Lane>>>,
+    queue: Queue,
+    thread: JoinHandle<()>,
+    breaker: Stream,
+}
+
+impl Handle {
+    fn start(
+        lane: Box<dyn Lane>,
+        breaker: Stream,
+        common: &Arc<Common>,
+        finder: Box<dyn ZeroFinder>,
+    ) -> io::Result<Handle> {
+        let lane = Arc::new(Handover::new(lane)?);
+        let (queue, work) = queue();
+        let thread = {
+            let (lane, common) = (Arc::clone(&lane), Arc::clone(common));
+            host::spawn("martlet-send", move || run(&lane, &work, &common, finder))?
+        };
+        Ok(Handle { lane, queue, thread, breaker })
+    }
+
+    /// As [`Lanes::advance`], for this lane.
+    fn advance(
+        &self,
+        common: &Common,
+        part: &mut Part<'_>,
+        chunks: &mut dyn Iterator<Item = Chunk>,
+        round: u32,
+    ) -> io::Result<Sending> {
+        self.lane.take_over();
+        let Some(mut lane) = self.lane.try_get() else {
+            // Its thread is not out of it yet.
+            rustix::thread::sched_yield();
+            return Ok(Sending::Busy);
+        };
+        let sending = lane.advance(common, part, chunks, round)?;
+        drop(lane);
+        (part.is_begun, part.is_done) = (true, sending == Sending::Done);
+        if sending == Sending::Left {
+            self.lane.give_back();
+        }
+        Ok(sending)
+    }
 }
 
 impl Lanes {
-    /// One lane for each connection.
+    /// Starts a thread for each lane; the streams are the connections that they send on.
     pub(super) fn start(
-        streams: Vec<Stream>,
+        lanes: Vec<(Box<dyn Lane>, Stream)>,
         common: Common,
         finders: &dyn ZeroFinders,
     ) -> io::Result<Lanes> {
-        PageLanes::start(streams, common, finders).map(Lanes::Pages)
-    }
-
-    /// One lane that writes by RDMA. `breaker` is its sender's connection.
-    pub(super) fn start_rdma(
-        sender: RdmaSender,
-        breaker: Stream,
-        common: Common,
-        dirty: &Arc<RamBitmap>,
-        finders: &dyn ZeroFinders,
-    ) -> io::Result<Lanes> {
-        RdmaLane::start(sender, breaker, common, dirty, finders).map(Lanes::Rdma)
+        let (handles, is_armed) = (Vec::with_capacity(lanes.len()), AtomicBool::new(false));
+        let mut started = Lanes { common: Arc::new(common), handles, is_armed };
+        for (channel, (lane, breaker)) in (0..).zip(lanes) {
+            let finder = finders.open(&started.common.ram, channel)?;
+            let handle = Handle::start(lane, breaker, &started.common, finder)?;
+            started.handles.push(handle);
+        }
+        Ok(started)
     }
 
     /// How many barriers a round has.
     pub(super) fn count(&self) -> usize {
-        match self {
-            Lanes::Pages(lanes) => lanes.count(),
-            Lanes::Rdma(_) => 1,
-        }
+        self.handles.len()
     }
 
     /// Hands a chunk to its lane, or gives it back if that lane has enough to do:
     /// [`Event::LaneRoom`] says when it has room again.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        match self {
-            Lanes::Pages(lanes) => lanes.offer(chunk),
-            Lanes::Rdma(lane) => lane.offer(chunk),
-        }
+        let handle = &self.handles[usize::from(chunk.channel(self.channels()))];
+        handle.queue.offer(chunk)?;
+        handle.lane.poke();
+        Ok(())
     }
 
     /// Ends a round on every lane: each sends its barrier behind its last page and says so. By
     /// RDMA it says so when all of the round is in the destination's memory. Once for each round,
     /// and only when the one before has ended everywhere: so there is always a place for it.
     pub(super) fn barrier(&self, round: u32, last: bool) {
-        match self {
-            Lanes::Pages(lanes) => lanes.barrier(round, last),
-            Lanes::Rdma(lane) => lane.barrier(round, last),
+        for handle in &self.handles {
+            handle.queue.barrier(round, last);
+            handle.lane.poke();
         }
     }
 
     /// Whether no limit holds.
     pub(super) fn set_unpaced(&self, unpaced: bool) {
-        let common = match self {
-            Lanes::Pages(lanes) => lanes.common(),
-            Lanes::Rdma(lane) => lane.common(),
-        };
-        common.unpaced.store(unpaced, Ordering::Relaxed);
+        self.common.unpaced.store(unpaced, Ordering::Relaxed);
     }
 
     /// Bytes that were sent and have not reached the peer's kernel.
     pub(super) fn unacknowledged(&self) -> ByteCount {
-        match self {
-            Lanes::Pages(lanes) => lanes.unacknowledged(),
-            // A round's end by RDMA is its arrival.
-            Lanes::Rdma(_) => ByteCount(0),
-        }
+        let bytes = |handle: &Handle| handle.breaker.unacknowledged().unwrap_or(0);
+        ByteCount(self.handles.iter().map(bytes).sum())
     }
 
     /// What to wait for while a last run is blocked.
     pub(super) fn blocked<'a>(&'a self, run: &LastRun<'_>, fds: &mut Vec<PollFd<'a>>) {
-        if let Lanes::Pages(lanes) = self {
-            lanes.blocked(&run.pages, fds);
-        }
+        let unfinished = run.parts.iter().zip(&self.handles).filter(|(part, _)| !part.is_done);
+        fds.extend(unfinished.map(|(_, handle)| PollFd::new(&handle.breaker, PollFlags::OUT)));
     }
 
-    /// The last round is near: whatever needs it gets awake.
+    /// The blackout is near: the threads let go of their lanes.
     pub(super) fn arm(&self) {
-        if let Lanes::Rdma(lane) = self {
-            lane.take_over();
-        }
+        self.is_armed.store(true, Ordering::Relaxed);
+        self.handles.iter().for_each(|handle| handle.lane.take_over());
     }
 
-    /// The threads of the lanes go on by themselves.
+    /// The threads go on by themselves.
     pub(super) fn disarm(&self) {
-        if let Lanes::Rdma(lane) = self {
-            lane.give_back();
-        }
+        self.is_armed.store(false, Ordering::Relaxed);
+        self.handles.iter().for_each(|handle| handle.lane.give_back());
     }
 
     /// Sends the last chunks and the barriers on the caller's thread, as far as there is room.
@@ -265,25 +352,144 @@ impl Lanes {
         chunks: &[Chunk],
         round: u32,
     ) -> io::Result<Sending> {
-        match self {
-            Lanes::Pages(lanes) => lanes.advance(&mut run.pages, chunks, round),
-            Lanes::Rdma(lane) => lane.advance(&mut run.rdma, chunks, round),
+        let channels = self.channels();
+        let mut sending = Sending::Done;
+        for (channel, (part, handle)) in (0..).zip(run.parts.iter_mut().zip(&self.handles)) {
+            if part.is_done {
+                continue;
+            }
+            let own = chunks.iter().filter(|chunk| chunk.channel(channels) == channel);
+            let sent = handle.advance(&self.common, part, &mut own.copied(), round)?;
+            sending = sending.max(sent);
         }
+        if sending == Sending::Done && !self.is_armed.load(Ordering::Relaxed) {
+            self.disarm();
+        }
+        Ok(sending)
     }
 
     /// Breaks all connections; the threads end by themselves.
     pub(super) fn break_all(&self) {
-        match self {
-            Lanes::Pages(lanes) => lanes.break_all(),
-            Lanes::Rdma(lane) => lane.break_all(),
-        }
+        self.common.stop.store(true, Ordering::Relaxed);
+        self.handles.iter().for_each(|handle| handle.breaker.shutdown());
+        self.end();
     }
 
     /// Ends the threads. Call [`Lanes::break_all`] first where a peer may not be reading.
-    pub(super) fn join(self) {
-        match self {
-            Lanes::Pages(lanes) => lanes.join(),
-            Lanes::Rdma(lane) => lane.join(),
+    pub(super) fn join(mut self) {
+        self.end();
+        for handle in self.handles.drain(..) {
+            // A panic there was reported by the panic hook, and to the driver.
+            let _ = handle.thread.join();
         }
     }
+
+    fn end(&self) {
+        self.handles.iter().for_each(|handle| handle.lane.end());
+    }
+
+    fn channels(&self) -> u16 {
+        u16::try_from(self.handles.len()).expect("at most 128 channels")
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A lane's thread: ends when it is told to, or when the channel breaks.
+fn run(
+    lane: &Handover<Box<dyn Lane>>,
+    work: &Inbox,
+    common: &Common,
+    mut finder: Box<dyn ZeroFinder>,
+) {
+    // Nobody else would say that a lane is lost whose thread panicked.
+    let event = match host::guarded(|| serve(lane, work, common, finder.as_mut())) {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => Event::of_lane("a data channel broke", &error),
+        Err(reason) => Event::LaneLost { reason },
+    };
+    if !common.stop.load(Ordering::Relaxed) {
+        common.shared.events.post(event);
+    }
+}
+
+fn serve(
+    lane: &Handover<Box<dyn Lane>>,
+    work: &Inbox,
+    common: &Common,
+    finder: &mut dyn ZeroFinder,
+) -> io::Result<()> {
+    let ram = Arc::clone(&common.ram);
+    let mut batch = PageBatch::new(&ram);
+    let mut out = Outgoing { common, batch: &mut batch };
+    let wake = lane.wake();
+    while let Some(mut lane) = lane.turn() {
+        out.batch.limit_payload(common.piece());
+        let mut is_busy = match lane.step(&mut out)? {
+            Step::Idle => false,
+            Step::Busy => true,
+            Step::Becomes(other) => {
+                *lane = other;
+                true
+            }
+        };
+        if lane.has_room()
+            && let Some(next) = work.try_take(&common.shared)
+        {
+            is_busy = true;
+            do_work(lane.as_mut(), next, work, &mut out, finder)?;
+        }
+        if let Some(round) = lane.take_ended() {
+            common.shared.events.post(Event::BarrierSent { round });
+        }
+        if !is_busy {
+            lane.wait(common, wake)?;
+        }
+    }
+    Ok(())
+}
+
+fn do_work(
+    lane: &mut dyn Lane,
+    next: Work,
+    work: &Inbox,
+    out: &mut Outgoing<'_, '_>,
+    finder: &mut dyn ZeroFinder,
+) -> io::Result<()> {
+    match next {
+        Work::Chunk(chunk) => {
+            let room_for_one = finder.depth() - 1;
+            collect(lane, out, finder, room_for_one)?;
+            finder.submit(chunk);
+            // Small runs of several chunks share a frame, but only while more is waiting.
+            if work.is_empty() {
+                collect(lane, out, finder, 0)?;
+                lane.flush(out)?;
+            }
+            Ok(())
+        }
+        Work::Barrier { round, last } => {
+            collect(lane, out, finder, 0)?;
+            lane.end_round(out, round, last)
+        }
+    }
+}
+
+/// Adds the chunks that the finder has done or is doing until only `left` are pending.
+fn collect(
+    lane: &mut dyn Lane,
+    out: &mut Outgoing<'_, '_>,
+    finder: &mut dyn ZeroFinder,
+    left: usize,
+) -> io::Result<()> {
+    while finder.pending() > left
+        && let Some((chunk, zero)) = finder.collect()
+    {
+        lane.add(out, chunk, &zero)?;
+    }
+    Ok(())
 }

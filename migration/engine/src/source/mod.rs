@@ -8,14 +8,14 @@ mod query;
 mod shared;
 mod switchover;
 
-use crate::{Error, Fault, SourceVmm, host};
-use crate::{Progress, Report, Status};
+use crate::rdma::RdmaOptions;
+use crate::{Error, Fault, Progress, Report, SourceVmm, Status, host};
 use driver::Start;
 use events::Event;
 use martlet_policy::Pacer;
 use martlet_protocol::OperatorOverride;
 use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
-use martlet_transport::{Address, RdmaOptions, monotonic_now};
+use martlet_transport::{Address, monotonic_now};
 use martlet_units::BytesPerSec;
 use shared::Shared;
 use std::fmt;

@@ -6,7 +6,7 @@ use crate::Status;
 use crate::source::events::Event;
 use crate::source::lanes::{Lanes, Sending};
 use martlet_protocol::SourceEvent;
-use martlet_transport::monotonic_now;
+use martlet_transport::{Address, monotonic_now};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -283,10 +283,9 @@ impl Driver<'_> {
 
     fn may_call_off(&self) -> bool {
         // The marker of a last round by RDMA ends RDMA.
-        let can_go_on = match &self.lanes {
-            Some(Lanes::Pages(_)) => true,
-            Some(Lanes::Rdma(_)) => self.is_handing_out(),
-            None => false,
+        let can_go_on = match self.to {
+            Address::Rdma { .. } => self.is_handing_out(),
+            _ => true,
         };
         can_go_on && !self.stop_now && self.call_offs < CALL_OFFS_MAX
     }

@@ -2,11 +2,12 @@
 
 use super::{Driver, FEED_BURST, Kind, Round};
 use crate::Status;
+use crate::rdma::RdmaSender;
 use crate::source::connecting;
-use crate::source::lanes::{Common, Lanes, LastRun};
+use crate::source::lanes::{Common, Lane, Lanes, LastRun, PageLane, RdmaLane};
 use martlet_protocol::SourceEvent;
 use martlet_ram::{TrackError, mark_touched};
-use martlet_transport::{Address, RdmaSender, Stream, monotonic_now};
+use martlet_transport::{Address, Stream, monotonic_now};
 use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use martlet_wire::hello::{Hello, Role};
 use std::sync::atomic::Ordering;
@@ -40,20 +41,23 @@ impl Driver<'_> {
         }
     }
 
-    fn start_lanes(&self, mut streams: Vec<Stream>) -> Result<Lanes, String> {
+    fn start_lanes(&self, streams: Vec<Stream>) -> Result<Lanes, String> {
         let common = Common::new(self.ram, &self.sent, &self.pacer, &self.shared);
         let finders = self.options.zero_finders.as_ref();
-        let started = match self.to {
-            Address::Rdma { .. } => {
-                let stream = streams.pop().ok_or("no connection was opened")?;
-                let breaker = stream.try_clone().map_err(|error| error.to_string())?;
-                let options = &self.options.rdma;
-                let sender = RdmaSender::new(stream, self.ram, options, self.token)?;
-                Lanes::start_rdma(sender, breaker, common, &self.dirty, finders)
-            }
-            _ => Lanes::start(streams, common, finders),
-        };
-        started.map_err(|error| error.to_string())
+        let lanes = streams.into_iter().map(|stream| {
+            let breaker = stream.try_clone().map_err(|error| error.to_string())?;
+            let lane: Box<dyn Lane> = match self.to {
+                Address::Rdma { .. } => {
+                    let options = &self.options.rdma;
+                    let sender = RdmaSender::new(stream, self.ram, options, self.token)?;
+                    Box::new(RdmaLane::new(sender, &self.dirty))
+                }
+                _ => Box::new(PageLane::new(stream, 0)),
+            };
+            Ok::<_, String>((lane, breaker))
+        });
+        let lanes = lanes.collect::<Result<_, _>>()?;
+        Lanes::start(lanes, common, finders).map_err(|error| error.to_string())
     }
 
     /// Starts a round. The first one begins the tracking and sends what the guest ever touched;

@@ -2,7 +2,7 @@
 
 use super::super::events::Event;
 use super::super::shared::Shared;
-use crossbeam_channel::{Receiver, Sender, TryRecvError, TrySendError};
+use crossbeam_channel::{Receiver, Sender, TrySendError};
 use martlet_ram::Chunk;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -16,6 +16,7 @@ const CHUNKS_MAX: usize = 8;
 const CHUNKS_LOW: usize = CHUNKS_MAX / 2;
 
 /// What a lane does next.
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     Chunk(Chunk),
     /// All of a round was handed out.
@@ -51,7 +52,7 @@ impl Queue {
     /// when it has room again.
     pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
         if self.is_full() {
-            // Relaxed: the fence orders it before the second look. Its partner is in `tell_room`:
+            // Relaxed: the fence orders it before the second look. Its partner is in `try_take`:
             // either the lane sees that it is awaited, or this side sees what the lane took.
             self.is_awaited.store(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
@@ -86,30 +87,19 @@ impl Queue {
 
 impl Inbox {
     /// The next work if there is any.
-    pub(super) fn try_take(&self, shared: &Shared) -> Result<Work, TryRecvError> {
-        let work = self.work.try_recv()?;
-        self.tell_room(shared);
-        Ok(work)
-    }
-
-    /// The next work, waiting for it; `None` once nobody can send more.
-    pub(super) fn take(&self, shared: &Shared) -> Option<Work> {
-        let work = self.work.recv().ok()?;
-        self.tell_room(shared);
-        Some(work)
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.work.is_empty()
-    }
-
-    fn tell_room(&self, shared: &Shared) {
+    pub(super) fn try_take(&self, shared: &Shared) -> Option<Work> {
+        let work = self.work.try_recv().ok()?;
         // See `offer`.
         fence(Ordering::SeqCst);
         if self.is_awaited.load(Ordering::Relaxed) && self.work.len() <= CHUNKS_LOW {
             self.is_awaited.store(false, Ordering::Relaxed);
             shared.events.post(Event::LaneRoom);
         }
+        Some(work)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.work.is_empty()
     }
 }
 
@@ -141,7 +131,7 @@ mod tests {
         queue.offer(chunk()).unwrap();
         queue.offer(chunk()).unwrap_err();
         queue.barrier(0, false);
-        while inbox.try_take(&shared).is_ok() {}
+        while inbox.try_take(&shared).is_some() {}
         assert_eq!(told(), 1);
     }
 
@@ -151,7 +141,13 @@ mod tests {
         let shared = Shared::new(Instant(0), PageCount(16), Duration::from_millis(300)).unwrap();
         let (queue, inbox) = queue();
         std::thread::scope(|scope| {
-            scope.spawn(|| (0..CHUNKS).all(|_| inbox.take(&shared).is_some()));
+            scope.spawn(|| {
+                for _ in 0..CHUNKS {
+                    while inbox.try_take(&shared).is_none() {
+                        std::thread::yield_now();
+                    }
+                }
+            });
             let chunk = chunk();
             for _ in 0..CHUNKS {
                 while queue.offer(chunk).is_err() {

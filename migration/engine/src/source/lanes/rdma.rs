@@ -1,322 +1,287 @@
-//! The lane that writes by RDMA.
+//! A lane that writes by RDMA.
 //!
 //! One thread for all queue pairs: it posts lists and takes completions, which is little work,
-//! while the devices move the bytes. Near the blackout the driver takes the lane over and drives
-//! it awake. Should RDMA fail, the lane goes on with page frames on the same stream, in the same
-//! round: first what is not known to have arrived, then what comes.
+//! while the devices move the bytes. Should RDMA fail, the lane becomes one of page frames on the
+//! same connection, in the same round: first what is not known to have arrived, then what comes.
 
-mod state;
-
-use super::pages::Pace;
-use super::queue::{Inbox, Queue, Work, queue};
-use super::{Common, LaneThread, Sending};
-use crate::host;
-use crate::source::events::Event;
-use crossbeam_channel::TryRecvError;
-use martlet_ram::{Chunk, GuestRam, PageBatch, RamBitmap, ZeroFinder, ZeroFinders};
-use martlet_transport::{RdmaSender, Stream, Wake, wait_any};
-use rustix::event::{PollFd, PollFlags};
-use state::{State, Way, is_turn};
+use super::pages::PageLane;
+use super::{Common, Lane, Outgoing, Part, Sending, Step};
+use crate::rdma::{RdmaSender, Sent};
+use martlet_policy::Slot;
+use martlet_ram::{Chunk, ChunkBits, PageBatch, Pushed, RamBitmap, Run, RunKind, Scanner};
+use martlet_rdma::{Offered, PageSpan};
+use martlet_transport::{Wake, monotonic_now};
+use martlet_units::{ByteCount, PAGE_SIZE};
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::thread::JoinHandle;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
+use tracing::{info, warn};
 
-/// With nothing to do the thread looks this often whether it should stop.
+/// With nothing to do its thread looks this often whether that is so.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 
-/// A thread that waits for its turn under a limit looks this often whether that has changed.
+/// While it waits for its turn under a limit, it looks this often whether that has changed.
 const TURN_MAX: Duration = Duration::from_millis(20);
 
 /// Steps of the driver with a last run before it looks at everything else.
 const STEPS_MAX: usize = 64;
 
-/// The lane, its thread and its queue.
+/// Pages of a bitmap's word.
+const WORD_PAGES: u64 = 64;
+
 pub(in crate::source) struct RdmaLane {
-    common: Arc<Common>,
-    gate: Arc<Gate>,
-    state: Arc<Mutex<State>>,
-    queue: Queue,
-    thread: JoinHandle<()>,
-    breaker: Stream,
+    sender: RdmaSender,
+    dirty: Arc<RamBitmap>,
+    /// Classified and not taken by the sender.
+    runs: VecDeque<Run>,
+    /// A round's end that waits for the runs before it.
+    ending: Option<(u32, bool)>,
+    /// A round's end that waits until all is in place.
+    draining: Option<u32>,
+    /// The round that is being sent.
+    round: u32,
+    ended: Option<u32>,
+    /// Nothing is offered before its turn has come, for the pace.
+    turn: Option<Slot>,
+    /// RDMA ended. The lane's thread goes on over the connection: it may have to wait.
+    fallen: Option<Fallen>,
+    told_device: bool,
 }
 
-/// Who drives the lane.
-struct Gate {
-    /// The driver does, not the thread.
-    taken_over: Mutex<bool>,
-    given_back: Condvar,
-    /// Raised when there is work or the above changes.
-    wake: Wake,
-    /// Set while the thread must not sleep: the guest is stopped.
-    awake: AtomicBool,
+struct Fallen {
+    reason: String,
+    /// Rounds that have arrived.
+    rounds: u32,
 }
 
 impl RdmaLane {
-    pub(super) fn start(
-        sender: RdmaSender,
-        breaker: Stream,
-        common: Common,
-        dirty: &Arc<RamBitmap>,
-        finders: &dyn ZeroFinders,
-    ) -> io::Result<RdmaLane> {
-        let common = Arc::new(common);
-        let finder = finders.open(&common.ram, 0)?;
-        let gate = Arc::new(Gate {
-            taken_over: Mutex::new(false),
-            given_back: Condvar::new(),
-            wake: Wake::new()?,
-            awake: AtomicBool::new(false),
-        });
-        let state = Arc::new(Mutex::new(State {
-            way: Way::Rdma(Box::new(sender)),
+    /// `dirty` is what the scanner hands out from: keys are asked for ahead of it.
+    pub(in crate::source) fn new(sender: RdmaSender, dirty: &Arc<RamBitmap>) -> RdmaLane {
+        RdmaLane {
+            sender,
             dirty: Arc::clone(dirty),
             runs: VecDeque::new(),
             ending: None,
             draining: None,
             round: 0,
+            ended: None,
             turn: None,
             fallen: None,
             told_device: false,
-            rounds_done: 0,
-        }));
-        let (queue, work) = queue();
-        let thread = {
-            let (state, gate, common) =
-                (Arc::clone(&state), Arc::clone(&gate), Arc::clone(&common));
-            host::spawn("martlet-rdma", move || run(&state, &gate, &work, &common, finder))?
-        };
-        Ok(RdmaLane { common, gate, state, queue, thread, breaker })
+        }
     }
 
-    pub(super) fn offer(&self, chunk: Chunk) -> Result<(), Chunk> {
-        self.queue.offer(chunk)?;
-        self.gate.wake.raise();
+    /// Brings RDMA further without waiting; whether there was anything to do.
+    fn progress(&mut self, common: &Common) -> io::Result<bool> {
+        let mut busy = self.sender.step().map_err(io::Error::other)?;
+        if !self.told_device
+            && let Some(device) = self.sender.device()
+        {
+            self.told_device = true;
+            info!(%device, "guest memory goes by RDMA");
+            common.shared.note_rdma(|rdma| rdma.device = Some(device));
+        }
+        while let Some(said) = self.sender.take() {
+            busy = true;
+            match said {
+                Sent::Round { round } => self.on_round_done(round),
+                Sent::FellBack { reason, rounds } => {
+                    self.fallen = Some(Fallen { reason, rounds });
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(self.feed(common) | busy)
+    }
+
+    fn on_round_done(&mut self, round: u32) {
+        self.draining = None;
+        self.round = round + 1;
+        self.ended = Some(round);
+    }
+
+    /// Hands runs to the sender, then the round's end. What was taken is posted at the next step.
+    fn feed(&mut self, common: &Common) -> bool {
+        if !self.sender.is_open() {
+            return false;
+        }
+        let dirty = &self.dirty;
+        self.sender.prefetch(|pages| is_any_dirty(dirty, pages));
+        let mut busy = false;
+        while let Some(run) = self.runs.front_mut() {
+            if !is_turn(common, self.turn) {
+                break;
+            }
+            let before = *run;
+            let offered = self.sender.offer(run);
+            let pages = u64::from(before.count - run.count);
+            busy |= pages > 0;
+            match before.kind {
+                RunKind::Data => {
+                    let bytes = ByteCount(pages * PAGE_SIZE);
+                    common.sent.count(bytes, pages, 0);
+                    self.turn = Some(common.pacer.reserve(monotonic_now(), bytes));
+                }
+                RunKind::Zero => common.sent.count(ByteCount(0), 0, pages),
+            }
+            match offered {
+                Offered::All => self.runs.pop_front(),
+                Offered::Full => break,
+            };
+        }
+        if self.runs.is_empty()
+            && let Some((round, last)) = self.ending.take()
+        {
+            self.sender.end_round(last);
+            self.draining = Some(round);
+            busy = true;
+        }
+        busy
+    }
+
+    fn queue(&mut self, batch: &mut PageBatch<'_>, chunk: Chunk, zero: &ChunkBits) {
+        let mut rest = chunk;
+        loop {
+            let pushed = batch.push_chunk(&mut rest, zero);
+            self.runs.extend(batch.runs());
+            batch.clear();
+            if pushed == Pushed::All {
+                return;
+            }
+        }
+    }
+
+    /// Goes on over the connection: first what nobody knows to have arrived.
+    fn fall_back(&mut self, out: &mut Outgoing<'_, '_>, fallen: Fallen) -> io::Result<PageLane> {
+        let Fallen { reason, rounds } = fallen;
+        warn!(%reason, "RDMA ended; the rest goes over the connection");
+        // The destination may have all of a round although the last acknowledgements were lost.
+        let arrived = self.draining.filter(|round| rounds > *round);
+        let again = RamBitmap::new(&out.common.ram);
+        if let Some(round) = arrived {
+            self.on_round_done(round);
+        } else {
+            for pages in self.sender.unretired() {
+                again.region(pages.region()).set_range(pages.first_page()..pages.end());
+            }
+        }
+        for run in self.runs.drain(..) {
+            let end = run.first_page + u64::from(run.count);
+            again.region(run.region).set_range(run.first_page..end);
+        }
+        let resent = again.count();
+        out.common.shared.note_rdma(|rdma| {
+            rdma.fell_back = Some(reason);
+            rdma.pages_again = resent;
+        });
+        let mut lane = PageLane::new(self.sender.finish()?, self.round);
+        lane.ended = self.ended.take();
+        let mut scanner = Scanner::new(Arc::new(again));
+        // They were rearmed before they were taken, so what the guest writes meanwhile is dirty.
+        while let Some(chunk) = scanner.next_last() {
+            let zero = chunk.zero_pages(&out.common.ram, &out.common.zero_check);
+            lane.add(out, chunk, &zero)?;
+        }
+        lane.flush(out)?;
+        let ended = self.draining.take().or(self.ending.take().map(|(round, _)| round));
+        if let Some(round) = ended {
+            lane.end_round(out, round, false)?;
+        }
+        Ok(lane)
+    }
+
+    /// Whether something of a round is under way.
+    fn is_sending(&self) -> bool {
+        !self.runs.is_empty() || self.ending.is_some() || self.draining.is_some()
+    }
+}
+
+impl Lane for RdmaLane {
+    fn step(&mut self, out: &mut Outgoing<'_, '_>) -> io::Result<Step> {
+        let busy = self.progress(out.common)?;
+        match self.fallen.take() {
+            Some(fallen) => Ok(Step::Becomes(Box::new(self.fall_back(out, fallen)?))),
+            None => Ok(if busy { Step::Busy } else { Step::Idle }),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.sender.is_open() && self.ending.is_none() && self.runs.is_empty()
+    }
+
+    fn add(
+        &mut self,
+        out: &mut Outgoing<'_, '_>,
+        chunk: Chunk,
+        zero: &ChunkBits,
+    ) -> io::Result<()> {
+        self.queue(out.batch, chunk, zero);
         Ok(())
     }
 
-    pub(super) fn barrier(&self, round: u32, last: bool) {
-        self.queue.barrier(round, last);
-        self.gate.wake.raise();
+    fn flush(&mut self, _: &mut Outgoing<'_, '_>) -> io::Result<()> {
+        Ok(())
     }
 
-    pub(super) fn common(&self) -> &Common {
-        &self.common
+    fn end_round(&mut self, _: &mut Outgoing<'_, '_>, round: u32, last: bool) -> io::Result<()> {
+        self.ending = Some((round, last));
+        Ok(())
     }
 
-    /// Asks for the lane: its thread lets go of it after the step that it is at.
-    pub(super) fn take_over(&self) {
-        *lock(&self.gate.taken_over) = true;
-        self.gate.wake.raise();
+    fn take_ended(&mut self) -> Option<u32> {
+        self.ended.take()
     }
 
-    /// The thread drives the lane again, awake until the end of the round.
-    pub(super) fn give_back(&self) {
-        let mut taken_over = lock(&self.gate.taken_over);
-        // Relaxed: the mutex orders it.
-        self.gate.awake.store(*taken_over, Ordering::Relaxed);
-        *taken_over = false;
-        drop(taken_over);
-        self.gate.given_back.notify_all();
-        self.gate.wake.raise();
+    fn wait(&mut self, common: &Common, wake: &Wake) -> io::Result<()> {
+        if common.unpaced.load(Ordering::Relaxed) && self.is_sending() {
+            // The guest stands still.
+            rustix::thread::sched_yield();
+            return Ok(());
+        }
+        let is_paced = !self.runs.is_empty() && !is_turn(common, self.turn);
+        self.sender.wait(wake, if is_paced { TURN_MAX } else { WAIT_MAX })
     }
 
-    /// Sends the last pages, and drives the lane for some steps. Done is it when all of them are in
-    /// place. Without RDMA, or once that has ended, they are the thread's.
-    pub(super) fn advance(
-        &self,
-        run: &mut LastRun<'_>,
-        chunks: &[Chunk],
+    /// Done is it when all of the last pages are in place. Should RDMA end, they are the thread's.
+    fn advance(
+        &mut self,
+        common: &Common,
+        part: &mut Part<'_>,
+        chunks: &mut dyn Iterator<Item = Chunk>,
         round: u32,
     ) -> io::Result<Sending> {
-        let mut state = match self.state.try_lock() {
-            Ok(state) => state,
-            // Its thread is not out of it yet.
-            Err(TryLockError::WouldBlock) => {
-                rustix::thread::sched_yield();
-                return Ok(Sending::Busy);
+        if !part.is_begun {
+            for chunk in chunks {
+                let zero = chunk.zero_pages(&common.ram, &common.zero_check);
+                self.queue(&mut part.batch, chunk, &zero);
             }
-            Err(TryLockError::Poisoned(_)) => return Err(io::Error::other("its thread panicked")),
-        };
-        if !run.is_begun {
-            run.is_begun = true;
-            state.take_last(&self.common, &mut run.batch, chunks, round);
+            self.ending = Some((round, true));
         }
         for _ in 0..STEPS_MAX {
-            if state.rounds_done > round {
+            if self.ended.take().is_some() {
                 return Ok(Sending::Done);
             }
-            if state.fallen.is_some() || !matches!(state.way, Way::Rdma(_)) {
-                drop(state);
-                self.give_back();
+            if self.fallen.is_some() {
                 return Ok(Sending::Left);
             }
-            if !state.step(&self.common, Pace::Unlimited)? {
+            if !self.progress(common)? {
                 rustix::thread::sched_yield();
             }
         }
         Ok(Sending::Busy)
     }
-
-    pub(super) fn break_all(&self) {
-        self.common.stop.store(true, Ordering::Relaxed);
-        self.breaker.shutdown();
-        self.give_back();
-    }
-
-    pub(super) fn join(self) {
-        drop(self.queue);
-        // A panic there was reported by the panic hook; the attempt fails by its silence.
-        let _ = self.thread.join();
-    }
 }
 
-/// A last run by the driver.
-pub(super) struct LastRun<'ram> {
-    batch: PageBatch<'ram>,
-    is_begun: bool,
+/// Whether more may be offered now.
+fn is_turn(common: &Common, turn: Option<Slot>) -> bool {
+    common.unpaced.load(Ordering::Relaxed)
+        || turn.is_none_or(|slot| common.pacer.wait(monotonic_now(), slot).is_zero())
 }
 
-impl<'ram> LastRun<'ram> {
-    pub(super) fn new(ram: &'ram GuestRam) -> LastRun<'ram> {
-        LastRun { batch: PageBatch::new(ram), is_begun: false }
-    }
-
-    pub(super) fn begin(&mut self) {
-        self.is_begun = false;
-    }
-}
-
-/// The lane's thread: ends when the queue is dropped or the lane is lost.
-fn run(
-    state: &Mutex<State>,
-    gate: &Gate,
-    work: &Inbox,
-    common: &Common,
-    mut finder: Box<dyn ZeroFinder>,
-) {
-    let _told = LaneThread(common);
-    if let Err(error) = serve(state, gate, work, common, finder.as_mut())
-        && !common.stop.load(Ordering::Relaxed)
-    {
-        common.lose_lane("the RDMA channel broke", &error);
-    }
-}
-
-fn serve(
-    state: &Mutex<State>,
-    gate: &Gate,
-    work: &Inbox,
-    common: &Common,
-    finder: &mut dyn ZeroFinder,
-) -> io::Result<()> {
-    let ram = Arc::clone(&common.ram);
-    let mut batch = PageBatch::new(&ram);
-    let mut told = 0;
-    while !common.stop.load(Ordering::Relaxed) {
-        let mut taken_over = lock(&gate.taken_over);
-        while *taken_over && !common.stop.load(Ordering::Relaxed) {
-            taken_over = gate.given_back.wait(taken_over).unwrap_or_else(PoisonError::into_inner);
-            // What the driver finished it knows.
-            told = told.max(lock(state).rounds_done);
-        }
-        // Taking the state before letting go of the flag: `take_over` then waits for us.
-        let mut state = lock(state);
-        drop(taken_over);
-        batch.limit_payload(common.piece());
-        let mut busy = state.step(common, Pace::Limited)?;
-        if let Some((reason, rounds)) = state.fallen.take() {
-            state.fall_back(common, &mut batch, reason, rounds, Pace::Limited)?;
-        }
-        state.send_left(common, &mut batch)?;
-        match take_work(&mut state, work, common, &mut batch, finder)? {
-            Some(took) => busy |= took,
-            None => return Ok(()),
-        }
-        while told < state.rounds_done {
-            common.shared.events.post(Event::BarrierSent { round: told });
-            // Relaxed: it only says how to wait.
-            gate.awake.store(false, Ordering::Relaxed);
-            told += 1;
-        }
-        if busy {
-            continue;
-        }
-        if gate.awake.load(Ordering::Relaxed) {
-            drop(state);
-            rustix::thread::sched_yield();
-            continue;
-        }
-        wait(&mut state, gate, work, common)?;
-    }
-    Ok(())
-}
-
-/// Takes chunks, and the round's end, while there is room for them; whether there were any. `None`
-/// once nobody can send more.
-fn take_work(
-    state: &mut State,
-    work: &Inbox,
-    common: &Common,
-    batch: &mut PageBatch<'_>,
-    finder: &mut dyn ZeroFinder,
-) -> io::Result<Option<bool>> {
-    let mut busy = false;
-    let collect =
-        |state: &mut State, batch: &mut PageBatch<'_>, finder: &mut dyn ZeroFinder, left| {
-            while finder.pending() > left
-                && let Some((chunk, zero)) = finder.collect()
-            {
-                state.add(common, batch, chunk, &zero, Pace::Limited)?;
-            }
-            io::Result::Ok(())
-        };
-    while state.has_room() {
-        match work.try_take(&common.shared) {
-            Ok(Work::Chunk(chunk)) => {
-                let room_for_one = finder.depth() - 1;
-                collect(state, batch, finder, room_for_one)?;
-                finder.submit(chunk);
-                if work.is_empty() {
-                    collect(state, batch, finder, 0)?;
-                    state.flush(common, batch)?;
-                }
-            }
-            Ok(Work::Barrier { round, last }) => {
-                collect(state, batch, finder, 0)?;
-                state.end_round(common, batch, round, last)?;
-            }
-            Err(TryRecvError::Empty) => break,
-            Err(TryRecvError::Disconnected) => return Ok(None),
-        }
-        busy = true;
-    }
-    Ok(Some(busy))
-}
-
-/// Waits for work, for the device, for the destination or for the pace.
-fn wait(state: &mut State, gate: &Gate, work: &Inbox, common: &Common) -> io::Result<()> {
-    gate.wake.lower();
-    // What raised it before is looked at now.
-    if *lock(&gate.taken_over) || (state.has_room() && !work.is_empty()) {
-        return Ok(());
-    }
-    let limit = if state.runs.is_empty() {
-        WAIT_MAX
-    } else {
-        if is_turn(common, state.turn) { WAIT_MAX } else { TURN_MAX }
-    };
-    match &mut state.way {
-        Way::Rdma(sender) => sender.wait(&gate.wake, limit),
-        Way::Pages(_) | Way::None => {
-            let mut fds = [PollFd::new(&gate.wake, PollFlags::IN)];
-            wait_any(&mut fds, limit).map(drop)
-        }
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+fn is_any_dirty(dirty: &RamBitmap, pages: PageSpan) -> bool {
+    let word = |page: u64| usize::try_from(page / WORD_PAGES).unwrap_or(usize::MAX);
+    let next = dirty.region(pages.region()).next_nonzero_word(word(pages.first_page()));
+    next.is_some_and(|next| next <= word(pages.end() - 1))
 }

@@ -2,8 +2,8 @@
 //! nothing.
 
 use crate::failure::{Failure, chain};
+use martlet_engine::Provider;
 use martlet_ram::{GuestRam, RegionIndex};
-use martlet_transport::Provider;
 use martlet_units::{Gfn, PAGE_SIZE, PageCount, PageRange};
 use martlet_verbs::ibv::{Ibv, Select};
 use martlet_verbs::{

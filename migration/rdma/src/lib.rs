@@ -31,7 +31,6 @@
 
 mod destination;
 mod failure;
-mod framing;
 mod heartbeat;
 mod layout;
 mod phase;
@@ -43,7 +42,6 @@ mod zero;
 
 pub use destination::{Destination, DestinationAction, DestinationConfig, MARKER_RECEIVES};
 pub use failure::{Failure, Origin, PeerFault};
-pub use framing::MessageReader;
 pub use heartbeat::{HEARTBEAT_DEADLINE, HEARTBEAT_INTERVAL};
 pub use layout::{Layout, LayoutError, PageSpan, STRIPE_BYTES_MIN, UNITS_MAX, UnitIndex};
 pub use source::{

@@ -4,16 +4,15 @@ use super::errands::Done;
 use super::messages::{MESSAGES_AT_ONCE, MessageError, Messages};
 use super::nic::{self, Nic};
 use super::provider::{Provider, RdmaOptions};
-use crate::Wake;
-use crate::rdma::{
-    Counters, Drain, LocalKey, Offered, PageSpan, Post, QueueIndex, Source, SourceAction,
-    WorkCompletion, WorkSequence, WorkStatus,
-};
-use crate::stream::{Stream, monotonic_now, wait_any};
 use martlet_ram::{GuestRam, Run};
+use martlet_rdma::{
+    Drain, LocalKey, Offered, PageSpan, Post, QueueIndex, Source, SourceAction, WorkCompletion,
+    WorkSequence, WorkStatus,
+};
+use martlet_transport::{Stream, Wake, monotonic_now, wait_any};
 use martlet_units::Instant;
 use martlet_verbs::{Access, Completion, Side};
-use martlet_wire::rdma::{Door, RdmaMessage, Terms, WireProvider};
+use martlet_wire::rdma::{QueueAddress, RdmaMessage, Terms, WireProvider};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
@@ -30,7 +29,7 @@ pub(super) const REASON_GRACE: Duration = Duration::from_millis(200);
 
 /// What became of what was sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Sent {
+pub(crate) enum Sent {
     /// All of a round is in the destination's memory.
     Round {
         /// Which.
@@ -54,8 +53,8 @@ struct Flight {
     done: u64,
 }
 
-/// Writes guest memory by RDMA. See [`crate::rdma::Source`] for what it promises.
-pub struct RdmaSender {
+/// Writes guest memory by RDMA. See [`martlet_rdma::Source`] for what it promises.
+pub(crate) struct RdmaSender {
     source: Source,
     messages: Messages,
     ram: Arc<GuestRam>,
@@ -63,8 +62,9 @@ pub struct RdmaSender {
     token: [u8; 16],
     peer: SocketAddr,
     nic: Option<Box<dyn Nic>>,
-    door: Option<Door>,
-    /// Agreed terms whose queue pairs wait for the door to be told.
+    /// Where the queue pairs connect to, once the destination has told.
+    address: Option<QueueAddress>,
+    /// Agreed terms whose queue pairs are still to be connected.
     connect: Option<Terms>,
     flights: Vec<Flight>,
     next_wait: usize,
@@ -91,7 +91,7 @@ impl RdmaSender {
     ///
     /// # Errors
     /// If the options can't work for this memory, or the connection has no IP address.
-    pub fn new(
+    pub(crate) fn new(
         stream: Stream,
         ram: &Arc<GuestRam>,
         options: &RdmaOptions,
@@ -109,7 +109,7 @@ impl RdmaSender {
             token,
             peer,
             nic: None,
-            door: None,
+            address: None,
             connect: None,
             flights: vec![Flight::default(); usize::from(options.queues)],
             next_wait: 0,
@@ -125,55 +125,45 @@ impl RdmaSender {
     }
 
     /// Whether pages can be offered now.
-    pub fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.source.is_open()
     }
 
-    /// What was done so far.
-    pub fn counters(&self) -> Counters {
-        self.source.counters()
-    }
-
     /// The provider and device in use, once they are known.
-    pub fn device(&self) -> Option<String> {
+    pub(crate) fn device(&self) -> Option<String> {
         self.nic.as_ref().map(|nic| nic.name())
     }
 
     /// Takes as much of a run as there is room for; see [`Source::offer`], which panics on pages
     /// out of order.
-    pub fn offer(&mut self, run: &mut Run) -> Offered {
+    pub(crate) fn offer(&mut self, run: &mut Run) -> Offered {
         self.source.offer(run)
     }
 
     /// Asks for keys ahead; see [`Source::prefetch`].
-    pub fn prefetch(&mut self, is_wanted: impl FnMut(PageSpan) -> bool) {
+    pub(crate) fn prefetch(&mut self, is_wanted: impl FnMut(PageSpan) -> bool) {
         self.source.prefetch(is_wanted);
     }
 
     /// Ends a round; [`Sent::Round`] says when all of it is in place. Only while it is open.
-    pub fn end_round(&mut self, last: bool) {
+    pub(crate) fn end_round(&mut self, last: bool) {
         self.source.end_round(last);
         self.rounds_ended += 1;
     }
 
-    /// Ends RDMA from this side: pages will go over the stream.
-    pub fn give_up(&mut self, reason: impl Into<String>) {
-        self.source.give_up(monotonic_now(), reason);
-    }
-
     /// Pages that were taken and are not known to have arrived; see [`Source::unretired`].
-    pub fn unretired(&self) -> impl Iterator<Item = PageSpan> {
+    pub(crate) fn unretired(&self) -> impl Iterator<Item = PageSpan> {
         self.source.unretired()
     }
 
     /// What became of what was sent.
-    pub fn take(&mut self) -> Option<Sent> {
+    pub(crate) fn take(&mut self) -> Option<Sent> {
         self.said.pop_front()
     }
 
     /// The stream, for page frames. Only after [`Sent::FellBack`].
-    pub fn into_stream(self) -> Stream {
-        self.messages.into_stream()
+    pub(crate) fn finish(&mut self) -> io::Result<Stream> {
+        self.messages.finish()
     }
 
     /// Does what can be done now; whether there was anything.
@@ -181,7 +171,7 @@ impl RdmaSender {
     /// # Errors
     /// The connection is lost, and nobody can say whether something is still under way: this
     /// attempt is over. One line for people.
-    pub fn step(&mut self) -> Result<bool, String> {
+    pub(crate) fn step(&mut self) -> Result<bool, String> {
         let mut busy = self.read_messages();
         busy |= self.take_done();
         busy |= self.take_completions();
@@ -198,7 +188,7 @@ impl RdmaSender {
     }
 
     /// Waits until `wake` is raised, something is to be done, or `limit` passes; may return early.
-    pub fn wait(&mut self, wake: &Wake, limit: Duration) -> io::Result<()> {
+    pub(crate) fn wait(&mut self, wake: &Wake, limit: Duration) -> io::Result<()> {
         let now = monotonic_now();
         let due = self.source.poll_timeout().map_or(limit, |at| limit.min(at.since(now)));
         if let Some(queue) = self.queue_in_flight()
@@ -258,7 +248,7 @@ impl RdmaSender {
             self.rounds_revoked = *rounds;
         }
         match message {
-            RdmaMessage::Door(door) if self.door.is_none() => self.door = Some(*door),
+            RdmaMessage::QueueAddress(at) if self.address.is_none() => self.address = Some(*at),
             message => self.source.on_message(monotonic_now(), message),
         }
     }
@@ -321,26 +311,26 @@ impl RdmaSender {
     /// Opens the device and connects, once the destination has said where and agreed to how.
     /// Blocks while it connects; nothing else is under way then.
     fn connect_queues(&mut self) -> bool {
-        let (Some(door), Some(terms)) = (self.door, self.connect) else { return false };
+        let (Some(address), Some(terms)) = (self.address, self.connect) else { return false };
         self.connect = None;
-        match self.try_connect(door, &terms) {
+        match self.try_connect(address, &terms) {
             Ok(slots) => self.source.on_connected(monotonic_now(), slots),
             Err(reason) => self.source.give_up(monotonic_now(), reason),
         }
         true
     }
 
-    fn try_connect(&mut self, door: Door, terms: &Terms) -> Result<u32, String> {
+    fn try_connect(&mut self, at: QueueAddress, terms: &Terms) -> Result<u32, String> {
         let wrong = match self.provider {
-            Provider::Ibv => door.provider != WireProvider::IBV,
-            Provider::Soft => door.provider != WireProvider::SOFT,
+            Provider::Ibv => at.provider != WireProvider::IBV,
+            Provider::Soft => at.provider != WireProvider::SOFT,
             Provider::Auto => false,
         };
         if wrong {
             return Err(format!("the destination does not have the provider {}", self.provider));
         }
-        let to = SocketAddr::new(self.peer.ip(), door.port);
-        let mut nic = nic::open_towards(door.provider, to, &self.ram)?;
+        let to = SocketAddr::new(self.peer.ip(), at.port);
+        let mut nic = nic::open_towards(at.provider, to, &self.ram)?;
         let slots = nic.connect(to, terms.queues, self.token)?;
         self.nic = Some(nic);
         Ok(slots)

@@ -1,10 +1,10 @@
 //! Registering and deregistering on threads of their own: both take milliseconds.
 
-use crate::Wake;
-use crate::rdma::UnitIndex;
 use crossbeam_channel::{Receiver, Sender};
 use martlet_device_io::HostMemory;
 use martlet_ram::{GuestRam, RegionIndex};
+use martlet_rdma::UnitIndex;
+use martlet_transport::Wake;
 use martlet_verbs::Region as _;
 use martlet_verbs::{Access, Fabric, Lkey, RemoteAddress, Rkey};
 use std::collections::HashMap;

@@ -1,6 +1,6 @@
 //! Which provider of verbs a migration uses, and how.
 
-use crate::rdma::{DestinationConfig, SourceConfig};
+use martlet_rdma::{DestinationConfig, SourceConfig};
 use martlet_verbs::ibv::{Ibv, Select};
 use martlet_wire::rdma::Pinning;
 use std::fmt;

@@ -5,19 +5,20 @@ use super::messages::{MESSAGES_AT_ONCE, MessageError, Messages};
 use super::nic::{self, Nic};
 use super::provider::RdmaAccept;
 use super::sender::REASON_GRACE;
-use crate::Wake;
-use crate::data::{Arrival, PageReceiver};
-use crate::rdma::{Destination, DestinationAction, PageSpan, QueueIndex, Registered, RemoteKey};
-use crate::stream::{Stream, monotonic_now, wait_any};
-use martlet_ram::{GuestRam, PlaceError, Placer};
-use martlet_units::Instant;
+use martlet_ram::{GuestRam, LostPage, PlaceError, Placer};
+use martlet_rdma::{Destination, DestinationAction, PageSpan, QueueIndex, Registered, RemoteKey};
+use martlet_transport::{
+    Arrival, PageReceiver, PagesReceiveError, Stream, Wake, monotonic_now, wait_any,
+};
+use martlet_units::{ByteCount, Instant};
 use martlet_verbs::{Access, Completion, Side, Status};
-use martlet_wire::rdma::{Door, RdmaMessage, Terms};
+use martlet_wire::rdma::{QueueAddress, RdmaMessage, Terms};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::warn;
 
 /// While queue pairs are awaited, or the markers of a round that has ended, one look takes this
 /// long at most.
@@ -27,28 +28,38 @@ const SHORT_WAIT: Duration = Duration::from_millis(1);
 /// which [`Placer::zero`] does from 512 pages on.
 const ZERO_PAGES_MAX: u64 = 256;
 
-/// What was met.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Received {
-    /// All of a round is in memory. Behind the last one nothing can be written any more.
-    Round {
-        /// Which.
-        round: u32,
-    },
-    /// RDMA is over early; pages come over the stream from now on.
-    FellBack {
-        /// Why, in one line.
-        reason: String,
-    },
+/// Pages that one step makes zero, about: whoever steps has to hear the clock, and a list may name
+/// all of a guest's memory many times over.
+const ZERO_PAGES_A_STEP: u64 = 4096;
+
+/// Pages that hold zeros already cost this much less to look at.
+const ZERO_PAGES_LOOKED_AT: u64 = 64;
+
+/// Why nothing more can be received.
+#[derive(Debug)]
+pub(crate) enum Unreceived {
+    /// This host can't write a page.
+    Lost(LostPage),
+    /// The connection, or the peer, in one line.
+    Ended(String),
+}
+
+impl From<PagesReceiveError> for Unreceived {
+    fn from(error: PagesReceiveError) -> Unreceived {
+        match error {
+            PagesReceiveError::Lost(page) => Unreceived::Lost(page),
+            error => Unreceived::Ended(error.to_string()),
+        }
+    }
 }
 
 /// Has guest memory written by RDMA, and, should that fail, over the stream. See
-/// [`crate::rdma::Destination`] for what it promises.
-pub struct RdmaReceiver {
+/// [`martlet_rdma::Destination`] for what it promises.
+pub(crate) struct RdmaReceiver {
     mode: Mode,
     placer: Arc<Placer>,
-    said: VecDeque<Received>,
-    bytes: u64,
+    /// Rounds that are in memory and that nobody was told of.
+    arrived: VecDeque<u32>,
 }
 
 enum Mode {
@@ -74,7 +85,17 @@ struct Link {
     /// All is closed here: page frames may come.
     closed: bool,
     finished: bool,
-    lost: Option<String>,
+    lost: Option<Unreceived>,
+    /// Lists of zero ranges that are to be executed, in their order.
+    zeroing: VecDeque<Zeroing>,
+}
+
+/// A list of zero ranges, and how far it is.
+struct Zeroing {
+    sequence: u64,
+    ranges: VecDeque<PageSpan>,
+    /// Pages of the first range that are done.
+    done: u64,
 }
 
 impl RdmaReceiver {
@@ -84,7 +105,7 @@ impl RdmaReceiver {
     /// # Errors
     /// If the connection has no IP address. Without a device the source is told so, and sends its
     /// pages over the stream.
-    pub fn new(
+    pub(crate) fn new(
         stream: Stream,
         ram: &Arc<GuestRam>,
         placer: Arc<Placer>,
@@ -106,98 +127,82 @@ impl RdmaReceiver {
             closed: false,
             finished: false,
             lost: None,
+            zeroing: VecDeque::new(),
         };
         let opened = nic::open_at(accept.provider, at, ram).and_then(|(mut nic, provider)| {
             let port = nic.listen(at)?;
-            Ok((nic, Door { provider, port }))
+            Ok((nic, QueueAddress { provider, port }))
         });
         match opened {
-            Ok((nic, door)) => {
+            Ok((nic, address)) => {
                 link.nic = Some(nic);
-                link.messages.queue(&RdmaMessage::Door(door));
+                link.messages.queue(&RdmaMessage::QueueAddress(address));
             }
             Err(reason) => link.destination.give_up(reason),
         }
         let mode = Mode::Rdma(Box::new(link));
-        Ok(RdmaReceiver { mode, placer, said: VecDeque::new(), bytes: 0 })
-    }
-
-    /// What was met.
-    pub fn take(&mut self) -> Option<Received> {
-        self.said.pop_front()
-    }
-
-    /// Bytes of page frames so far; what queue pairs write is not seen.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
+        Ok(RdmaReceiver { mode, placer, arrived: VecDeque::new() })
     }
 
     /// Whether nothing more will come.
-    pub fn is_finished(&self) -> bool {
-        matches!(self.mode, Mode::Over)
+    pub(crate) fn is_finished(&self) -> bool {
+        matches!(self.mode, Mode::Over) && self.arrived.is_empty()
     }
 
     /// Takes nothing more: when this returns, no request of the peer can write guest memory.
-    pub fn close(&mut self) {
+    pub(crate) fn finish(&mut self) {
         self.mode = Mode::Over;
+        self.arrived.clear();
     }
 
-    /// Does what can be done now; whether there was anything.
+    /// Does what can be done now. A barrier says that all of its round is in memory; behind the
+    /// last one nothing can be written any more. Bytes are those of page frames: what queue pairs
+    /// write is not seen.
     ///
     /// # Errors
-    /// The connection is lost, or the peer broke the protocol. One line for people.
-    pub fn step(&mut self) -> Result<bool, String> {
-        let result = self.try_step();
-        if result.is_err() {
-            self.mode = Mode::Over;
-        }
-        result
+    /// The connection or a page is lost, or the peer broke the protocol.
+    pub(crate) fn advance(&mut self) -> Result<Arrival, Unreceived> {
+        let arrival = if self.arrived.is_empty() { self.step()? } else { Arrival::Nothing };
+        Ok(self.arrived.pop_front().map_or(arrival, |round| Arrival::Barrier { round }))
     }
 
-    fn try_step(&mut self) -> Result<bool, String> {
+    fn step(&mut self) -> Result<Arrival, Unreceived> {
         match &mut self.mode {
-            Mode::Over => Ok(false),
+            Mode::Over => Ok(Arrival::Nothing),
             Mode::Rdma(link) => {
-                let busy = link.step(&self.placer, &mut self.said)?;
+                let busy = link.step(&self.placer, &mut self.arrived)?;
                 if link.finished {
                     self.mode = Mode::Over;
                 } else if link.closed && link.source_closed && !link.messages.is_unsent() {
                     self.fall_back()?;
                 }
-                Ok(busy)
+                Ok(if busy { Arrival::Bytes(ByteCount(0)) } else { Arrival::Nothing })
             }
-            Mode::Pages(receiver) => match receiver.advance().map_err(|error| error.to_string())? {
-                Arrival::Nothing => Ok(false),
-                Arrival::Bytes(bytes) => {
-                    self.bytes += bytes.0;
-                    Ok(true)
-                }
-                Arrival::Barrier { round } => {
-                    self.bytes += 1;
-                    self.said.push_back(Received::Round { round });
-                    Ok(true)
-                }
-            },
+            Mode::Pages(receiver) => Ok(receiver.advance()?),
         }
     }
 
-    fn fall_back(&mut self) -> Result<(), String> {
-        let Mode::Rdma(link) = std::mem::replace(&mut self.mode, Mode::Over) else { return Ok(()) };
+    fn fall_back(&mut self) -> Result<(), Unreceived> {
+        let Mode::Rdma(mut link) = std::mem::replace(&mut self.mode, Mode::Over) else {
+            return Ok(());
+        };
         let reason = link.destination.cause().map_or_else(String::new, |cause| crate::chain(cause));
-        self.said.push_back(Received::FellBack { reason });
-        let receiver = PageReceiver::new(link.messages.into_stream(), Arc::clone(&self.placer));
-        self.mode = Mode::Pages(receiver.map_err(|error| format!("no pipe: {error}"))?);
+        warn!(%reason, "RDMA ended; the rest comes over the connection");
+        let stream = link.messages.finish();
+        let receiver =
+            stream.and_then(|stream| PageReceiver::new(stream, Arc::clone(&self.placer)));
+        self.mode = Mode::Pages(receiver.map_err(PagesReceiveError::Io)?);
         Ok(())
     }
 
     /// Waits until `wake` is raised, something is to be done, or `limit` passes; may return early.
-    pub fn wait(&mut self, breaker: &Stream, wake: &Wake, limit: Duration) -> io::Result<()> {
+    pub(crate) fn wait(&mut self, wake: &Wake, limit: Duration) -> io::Result<()> {
         match &mut self.mode {
             Mode::Over => Ok(()),
             Mode::Rdma(link) => link.wait(wake, limit),
-            Mode::Pages(_) => {
+            Mode::Pages(receiver) => {
                 let mut fds =
-                    [PollFd::new(breaker, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
+                    [PollFd::new(receiver, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
                 wait_any(&mut fds, limit).map(drop)
             }
         }
@@ -205,10 +210,11 @@ impl RdmaReceiver {
 }
 
 impl Link {
-    fn step(&mut self, placer: &Placer, said: &mut VecDeque<Received>) -> Result<bool, String> {
+    fn step(&mut self, placer: &Placer, arrived: &mut VecDeque<u32>) -> Result<bool, Unreceived> {
         let mut busy = self.read_messages();
         busy |= self.take_done();
         busy |= self.take_completions();
+        busy |= self.execute_zero_lists(placer);
         self.let_in();
         let now = monotonic_now();
         if self.destination.poll_timeout().is_some_and(|at| at <= now) {
@@ -216,7 +222,7 @@ impl Link {
         }
         while let Some(action) = self.destination.poll_action() {
             busy = true;
-            self.perform(action, placer, said);
+            self.perform(action, placer, arrived);
         }
         if let Err(error) = self.messages.flush()
             && !self.finished
@@ -278,7 +284,7 @@ impl Link {
     fn lose_stream(&mut self, error: &MessageError) {
         let reason = format!("the RDMA connection: {error}");
         self.destination.on_control_lost(reason.as_str());
-        self.lost = Some(reason);
+        self.lost = Some(Unreceived::Ended(reason));
     }
 
     fn take_done(&mut self) -> bool {
@@ -329,6 +335,28 @@ impl Link {
         }
     }
 
+    /// Makes zero what was listed, but not too much of it at once.
+    fn execute_zero_lists(&mut self, placer: &Placer) -> bool {
+        let busy = !self.zeroing.is_empty();
+        let mut left = ZERO_PAGES_A_STEP;
+        while left > 0
+            && let Some(list) = self.zeroing.front_mut()
+        {
+            match list.make_zero(placer) {
+                Ok(Some(cost)) => left = left.saturating_sub(cost),
+                Ok(None) => {
+                    self.destination.on_zeroed(list.sequence);
+                    self.zeroing.pop_front();
+                }
+                Err(error) => {
+                    self.lost = Some(PagesReceiveError::from(error).into());
+                    return true;
+                }
+            }
+        }
+        busy
+    }
+
     fn let_in(&mut self) {
         let (Some(queues), Some(nic)) = (self.accepting, &mut self.nic) else { return };
         match nic.accept(queues, self.token, SHORT_WAIT) {
@@ -341,12 +369,7 @@ impl Link {
         }
     }
 
-    fn perform(
-        &mut self,
-        action: DestinationAction,
-        placer: &Placer,
-        said: &mut VecDeque<Received>,
-    ) {
+    fn perform(&mut self, action: DestinationAction, placer: &Placer, arrived: &mut VecDeque<u32>) {
         match action {
             DestinationAction::Send(message) => self.messages.queue(&message),
             DestinationAction::Accepted(Terms { queues, .. }) => self.accepting = Some(queues),
@@ -363,10 +386,7 @@ impl Link {
                 None => self.destination.on_deregistered(unit),
             },
             DestinationAction::Zero { sequence, ranges } => {
-                match ranges.iter().try_for_each(|range| make_zero(placer, *range)) {
-                    Ok(()) => self.destination.on_zeroed(sequence),
-                    Err(error) => self.lost = Some(error.to_string()),
-                }
+                self.zeroing.push_back(Zeroing { sequence, ranges: ranges.into(), done: 0 });
             }
             DestinationAction::PostReceive(queue) => {
                 if let Some(nic) = &mut self.nic
@@ -378,7 +398,7 @@ impl Link {
             DestinationAction::RoundArrived { round, last } => {
                 self.round_ended = false;
                 self.finished |= last;
-                said.push_back(Received::Round { round });
+                arrived.push_back(round);
             }
             DestinationAction::CloseQueues => {
                 self.accepting = None;
@@ -395,34 +415,40 @@ impl Link {
     }
 }
 
+impl Zeroing {
+    /// Makes the next pages zero without giving any of them back to the host; what that cost, or
+    /// `None` once all are done. Where a unit was never registered they are zero already, and stay
+    /// holes. Registered pages may be written again at any time, unseen.
+    fn make_zero(&mut self, placer: &Placer) -> Result<Option<u64>, PlaceError> {
+        let Some(range) = self.ranges.front() else { return Ok(None) };
+        let (region, first) = (range.region(), range.first_page() + self.done);
+        let pages = ZERO_PAGES_MAX.min(range.end() - first);
+        let count = pages_u32(pages);
+        let cleared = placer.zero(region, first, count)?.0;
+        if cleared > 0 {
+            placer.data_target(region, first, count)?;
+        }
+        self.done += pages;
+        if self.done == range.pages() {
+            self.ranges.pop_front();
+            self.done = 0;
+        }
+        Ok(Some(cleared + pages / ZERO_PAGES_LOOKED_AT + 1))
+    }
+}
+
 /// From its registration on a unit may hold anything.
 fn mark_filled(placer: &Placer, pages: PageSpan) {
-    for (first, count) in parts(pages, u64::from(u32::MAX)) {
-        placer.data_target(pages.region(), first, count).expect("checked against the layout");
-    }
-}
-
-/// Makes pages zero without giving any of them back to the host. Where a unit was never
-/// registered they are zero already, and stay holes. Registered pages may be written again at any
-/// time, unseen.
-fn make_zero(placer: &Placer, pages: PageSpan) -> Result<(), PlaceError> {
-    for (first, count) in parts(pages, ZERO_PAGES_MAX) {
-        if placer.zero(pages.region(), first, count)?.0 > 0 {
-            placer.data_target(pages.region(), first, count)?;
-        }
-    }
-    Ok(())
-}
-
-/// Cuts pages into parts: first page and count.
-fn parts(pages: PageSpan, most: u64) -> impl Iterator<Item = (u64, u32)> {
     let mut next = pages.first_page();
-    std::iter::from_fn(move || {
-        let count = most.min(pages.end() - next);
-        let first = next;
-        next += count;
-        (count > 0).then(|| (first, u32::try_from(count).expect("at most a part")))
-    })
+    while next < pages.end() {
+        let count = pages_u32((pages.end() - next).min(u64::from(u32::MAX)));
+        placer.data_target(pages.region(), next, count).expect("checked against the layout");
+        next += u64::from(count);
+    }
+}
+
+fn pages_u32(pages: u64) -> u32 {
+    u32::try_from(pages).expect("a part that is small")
 }
 
 #[cfg(test)]
@@ -461,7 +487,7 @@ mod tests {
             rests = if link.messages.is_unsent() { rests } else { 0 };
         }
         (link.closed, link.source_closed) = (true, true);
-        receiver.step().unwrap();
+        receiver.advance().unwrap();
         assert!(matches!(receiver.mode, Mode::Rdma(_)), "what was said is sent first");
         drop(peer);
     }

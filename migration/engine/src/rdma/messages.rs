@@ -1,7 +1,6 @@
 //! [`RdmaMessage`]s on a stream, read to the byte: page frames may follow the last one.
 
-use crate::Connection;
-use crate::Stream;
+use martlet_transport::{Connection, Stream};
 use martlet_wire::rdma::{RDMA_HEADER_BYTES, RdmaError, RdmaHeader, RdmaMessage};
 use rustix::event::PollFlags;
 use std::io;
@@ -50,11 +49,11 @@ impl Messages {
         &self.stream
     }
 
-    /// The stream, once what was queued is sent, with a bound on every wait.
-    pub(super) fn into_stream(self) -> Stream {
-        // A stream that broke shows it to whoever uses it next.
-        drop(self.stream.write_all(&self.out[self.handed_over..]));
-        self.stream
+    /// The stream for something else, once what was queued is sent, with a bound on every wait.
+    pub(super) fn finish(&mut self) -> io::Result<Stream> {
+        self.stream.write_all(&self.out[self.handed_over..])?;
+        self.forget_unsent();
+        self.stream.try_clone()
     }
 
     /// What to wait for on the stream.

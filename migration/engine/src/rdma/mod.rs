@@ -1,14 +1,14 @@
-//! The machines of [`crate::rdma`] over real connections: a stream for the messages, queue pairs
+//! The machines of `martlet-rdma` over real connections: a stream for the messages, queue pairs
 //! of a provider, threads that register memory.
 //!
 //! ```text
-//!             stream: Door, Offer, keys, zero lists, rounds, Close ... then perhaps page frames
+//!             stream: QueueAddress, Offer, keys, zero lists, rounds, Close ... then perhaps page frames
 //! RdmaSender ==================================================================> RdmaReceiver
 //!             queue pairs: writes, a marker at the end of each round
 //! ```
 //!
-//! Both ends are driven by whoever owns them: `step` does what can be done now and never waits;
-//! `wait` waits, briefly. So the same code runs on a thread of its own and, in the blackout, on a
+//! Both ends are driven by whoever owns them: `step` and `advance` do what can be done now and never
+//! wait; `wait` waits, briefly. So the same code runs on a thread of its own and, in the blackout, on a
 //! thread that is awake anyway.
 //!
 //! When RDMA fails before its end, the destination closes its queue pairs, says so, and both sides
@@ -24,5 +24,5 @@ mod receiver;
 mod sender;
 
 pub use provider::{ParseProviderError, Provider, RdmaAccept, RdmaOptions};
-pub use receiver::{RdmaReceiver, Received};
-pub use sender::{RdmaSender, Sent};
+pub(crate) use receiver::{RdmaReceiver, Unreceived};
+pub(crate) use sender::{RdmaSender, Sent};

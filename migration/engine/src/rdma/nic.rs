@@ -1,11 +1,11 @@
-//! The queue pairs of one migration over some provider, in the numbers of [`crate::rdma`].
+//! The queue pairs of one migration over some provider, in the numbers of [`martlet_rdma`].
 
 use super::errands::{Done, Errands, Populate};
 use super::provider::Provider;
-use crate::Wake;
-use crate::rdma::{MARKER_RECEIVES, PageSpan, Post, QueueIndex, UnitIndex, Work};
 use martlet_device_io::HostMemory;
 use martlet_ram::{GuestRam, RegionIndex};
+use martlet_rdma::{MARKER_RECEIVES, PageSpan, Post, QueueIndex, UnitIndex, Work};
+use martlet_transport::Wake;
 use martlet_units::PAGE_SIZE;
 use martlet_verbs::ibv::{Ibv, Select};
 use martlet_verbs::{
@@ -55,7 +55,7 @@ pub(super) trait Nic: Send {
         limit: Duration,
         into: &mut Vec<(QueueIndex, Completion)>,
     ) -> Result<(), String>;
-    /// Closes the door and all queue pairs, and takes what completions are left.
+    /// Lets nobody in any more, closes all queue pairs and takes what completions are left.
     fn close(&mut self, into: &mut Vec<(QueueIndex, Completion)>);
     /// Registers pages in the background.
     fn register(&mut self, unit: UnitIndex, pages: PageSpan, access: Access);
@@ -181,7 +181,7 @@ impl<F: Fabric> Over<F> {
             self.pairs.get(place).is_some_and(Option::is_none).then_some(place)
         });
         let Some(place) = free else {
-            // A stranger: turned away, and nobody is disturbed.
+            // Not of this migration: turned away, and nobody is disturbed.
             let _ = request.reject(&[]);
             return Ok(());
         };
