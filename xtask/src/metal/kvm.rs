@@ -30,6 +30,9 @@ const WORDS_IF_IT_FAILED: &str = "2> /tmp/words && exit; status=$?; cat /tmp/wor
 /// The machine's own tests, on this KVM.
 const TESTS: &str = "machine-tests --nocapture";
 
+/// Those of memory, of which some want a kernel that may lose some for good.
+const RAM_TESTS: &str = "ram-tests --nocapture --ignored";
+
 /// The limits are for a host that has much else to do; where it has not, all of this takes a minute
 /// or two.
 const STEP_MAX: Duration = Duration::from_secs(240);
@@ -44,6 +47,19 @@ enum Program {
     Martlet,
     /// The tests of the machine's crate.
     MachineTests,
+    /// Those of the memory's.
+    RamTests,
+}
+
+impl Program {
+    /// Its package and its name in the emulated PC, if it is a crate's tests.
+    fn tests(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Program::Martlet => None,
+            Program::MachineTests => Some(("martlet-machine", "machine-tests")),
+            Program::RamTests => Some(("martlet-ram", "ram-tests")),
+        }
+    }
 }
 
 /// Steps that share an emulated PC.
@@ -70,9 +86,11 @@ fn groups() -> Vec<Group> {
         // One after the other: all have one host processor.
         tests("timers", "tests::timers --test-threads 1"),
     ];
+    let poison = format!("{RAM_TESTS} a_poisoned_page_is_a_lost_page");
     vec![
         Group { program: Program::Martlet, steps: demos },
         Group { program: Program::MachineTests, steps: machine_tests },
+        Group { program: Program::RamTests, steps: vec![step("poisoned memory", poison)] },
     ]
 }
 
@@ -90,9 +108,9 @@ pub(super) fn run(only: &str) -> Result<Summary, Obstacle> {
         }
         let martlet = build("build", &["-p", "martlet", "--bin", "martlet"])?;
         let mut programs = vec![renamed(&martlet, &cache, "martlet")?];
-        if group.program == Program::MachineTests {
-            let tests = build("test", &["-p", "martlet-machine", "--lib", "--no-run"])?;
-            programs.push(renamed(&tests, &cache, "machine-tests")?);
+        if let Some((package, name)) = group.program.tests() {
+            let tests = build("test", &["-p", package, "--lib", "--no-run"])?;
+            programs.push(renamed(&tests, &cache, name)?);
         }
         let lane = Lane {
             modules: MODULES,
