@@ -146,6 +146,47 @@ fn the_tsc_deadline_keeps_its_time_across_moves() {
     keeps_time(Timer::TscDeadline);
 }
 
+/// A guest whose local APIC's timer runs once.
+fn once(name: &str, kind: u32) -> (Scratch, Arc<Machine>) {
+    let kernel = Scratch::new(name, &pvh(&guests::timers(kind, APIC_HZ / 1000)));
+    let machine = running(&boots(kernel.path(), 16));
+    wait_for("a tick", || word(&machine, TICKS) > 0);
+    (kernel, machine)
+}
+
+/// KVM keeps a tick that was not delivered to itself. A guest that lost one would wait for ever.
+#[test]
+fn no_tick_of_a_timer_that_runs_once_is_lost() {
+    if !has_kvm() {
+        return;
+    }
+    let (_kernel, mut machine) = once("once-again", 3);
+    for number in 0..MOVES {
+        machine = move_guest(&machine, number % 4 == 3).0;
+        let ticks = word(&machine, TICKS);
+        wait_for("a tick", || word(&machine, TICKS) != ticks);
+    }
+    assert_eq!((word(&machine, FAULTS), machine.status()), (0, GuestStatus::Running));
+}
+
+/// Nor does KVM tell that it was delivered, so it comes once more with each move: as interrupts may
+/// for which there is no reason any more. Not oftener.
+#[test]
+fn a_tick_that_was_delivered_comes_at_most_once_more_with_a_move() {
+    if !has_kvm() {
+        return;
+    }
+    let (_kernel, mut machine) = once("once", 4);
+    for number in 0..MOVES {
+        machine = move_guest(&machine, number % 4 == 3).0;
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let ticks = word(&machine, TICKS);
+    eprintln!("{ticks} ticks in {MOVES} moves");
+    assert!(ticks <= 1 + MOVES, "{ticks}");
+    assert_eq!((word(&machine, FAULTS), machine.status()), (0, GuestStatus::Running));
+}
+
 /// How long a guest stands that then goes on where it was.
 const STANDS: Duration = Duration::from_secs(2);
 

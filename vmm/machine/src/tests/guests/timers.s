@@ -1,6 +1,6 @@
 # Counts the ticks of one timer: a PVH guest, loaded at BASE.
 # The two words at byte 4 are filled in by the test: which timer (0: the PIT by the PIC, 1: the
-# local APIC's, periodic, 2: its TSC deadline), and its period in the timer's own units.
+# local APIC's, periodic, 2: its TSC deadline, 3: once, and again from each tick on, 4: once), and its period in the timer's own units.
 
         .pushsection .rodata.guest_timers, "a", @progbits
         .code32
@@ -93,7 +93,9 @@ timers_long:
         mov     timers_kind - guest_timers_begin + TIMERS_BASE, %eax
         cmp     $1, %eax
         je      timers_periodic
-        ja      timers_deadline
+        cmp     $2, %eax
+        je      timers_deadline
+        ja      timers_once
 
         mov     $0xfe, %al
         out     %al, $0x21
@@ -108,6 +110,12 @@ timers_long:
 timers_periodic:
         movl    $3, 0x3e0(%rbp)         # divide by 16
         movl    $0x20040, 0x320(%rbp)
+        mov     %ebx, 0x380(%rbp)
+        jmp     timers_idle
+
+timers_once:
+        movl    $3, 0x3e0(%rbp)
+        movl    $0x40, 0x320(%rbp)
         mov     %ebx, 0x380(%rbp)
         jmp     timers_idle
 
@@ -150,7 +158,11 @@ timers_on_apic:
         cmpl    $2, timers_kind - guest_timers_begin + TIMERS_BASE
         jne     3f
         call    timers_arm
-3:      movl    $0, 0xb0(%rbp)
+3:      cmpl    $3, timers_kind - guest_timers_begin + TIMERS_BASE
+        jne     5f
+        mov     timers_period - guest_timers_begin + TIMERS_BASE, %eax
+        mov     %eax, 0x380(%rbp)
+5:      movl    $0, 0xb0(%rbp)
         pop     %rdx
         pop     %rcx
         pop     %rbx
