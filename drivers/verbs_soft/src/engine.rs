@@ -2,7 +2,7 @@
 
 use super::{End, LINGER};
 use crate::frame::Header;
-use crate::queues::{Shared, hush, timespec};
+use crate::queues::{Shared, lower, timespec};
 use crate::receiving::{Receiving, Surroundings};
 use crate::regions::Regions;
 use crate::sending::Sending;
@@ -88,7 +88,7 @@ impl Engine {
         let woken = !fds[1].revents().is_empty();
         self.shared.lock().sleeping = false;
         if woken {
-            hush(&self.shared.wake);
+            lower(&self.shared.wake);
         }
         Ok(())
     }

@@ -101,7 +101,7 @@ impl Shared {
         let sleeping = std::mem::take(&mut queues.sleeping);
         drop(queues);
         if sleeping {
-            ring(&self.wake);
+            raise(&self.wake);
         }
     }
 
@@ -113,7 +113,7 @@ impl Shared {
         let tell = (news || queues.link != Link::Up) && std::mem::take(&mut queues.armed);
         drop(queues);
         if tell {
-            ring(&self.event);
+            raise(&self.event);
         }
     }
 
@@ -155,7 +155,7 @@ impl Shared {
     pub(super) fn wait(&self, limit: Duration) -> Result<bool, VerbsError> {
         let came = wait_readable(&self.event, Some(limit))?;
         if came {
-            hush(&self.event);
+            lower(&self.event);
         }
         Ok(came)
     }
@@ -420,13 +420,13 @@ impl Queues {
 }
 
 /// Makes an eventfd readable.
-fn ring(event: &OwnedFd) {
+fn raise(event: &OwnedFd) {
     // It can only fail if the counter is full, and then it is readable.
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }
 
 /// Makes an eventfd unreadable.
-pub(super) fn hush(event: &OwnedFd) {
+pub(super) fn lower(event: &OwnedFd) {
     let _ = rustix::io::read(event, &mut [0; 8]);
 }
 

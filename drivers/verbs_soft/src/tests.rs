@@ -134,6 +134,20 @@ fn a_bare_peer_can_write_what_it_may_and_hears_of_it() {
 }
 
 #[test]
+fn what_says_no_hello_costs_a_listener_nothing() {
+    let mut listener = Soft::new().listen(&any_port()).unwrap();
+    let Endpoint::Ip(at) = listener.local() else { panic!("an IP address") };
+    let mut other = TcpStream::connect(at).unwrap();
+    other.write_all(&[b'G'; 64]).unwrap();
+    let mut bare = TcpStream::connect(at).unwrap();
+    let mut hello = [0; 64];
+    hello[..8].copy_from_slice(b"mvsoft/1");
+    bare.write_all(&hello).unwrap();
+    assert!(listener.accept(LIMIT).unwrap().is_some());
+    assert_eq!(other.read(&mut [0]).unwrap_or(0), 0, "it is turned away");
+}
+
+#[test]
 fn a_request_outside_of_a_region_is_refused_after_those_before_it() {
     for offset in [PAGE as u64 - 3, u64::MAX, PAGE as u64, 1 << 40] {
         let mut target = Target::new();

@@ -152,11 +152,6 @@ impl Destination {
         }
     }
 
-    /// How guest memory is cut, once that is agreed.
-    pub fn layout(&self) -> Option<&Layout> {
-        self.layout.as_ref()
-    }
-
     /// Why RDMA ended, if it did so early.
     pub fn cause(&self) -> Option<&Failure> {
         self.cause.as_ref()
@@ -165,11 +160,6 @@ impl Destination {
     /// Bytes that are registered or on their way.
     pub fn pinned_bytes(&self) -> u64 {
         self.pinned_bytes
-    }
-
-    /// Whether no queue pair is left by which anything could land.
-    pub fn is_revoked(&self) -> bool {
-        self.phase == Phase::Revoked
     }
 
     /// What to do next. Grants and the like are gathered until this is called, so that many share
@@ -310,18 +300,14 @@ impl Destination {
         self.end_closing();
     }
 
-    /// A queue pair broke or was ended by the source. Pass on its completions first: a source that
-    /// has finished drops its queue pairs, and the last marker may still wait to be polled.
-    pub fn on_queue_lost(&mut self, queue: QueueIndex) {
-        self.fail(Failure::Flushed(queue));
-    }
-
     /// The connection of the messages is lost.
     pub fn on_control_lost(&mut self, reason: impl Into<String>) {
         self.fail(Failure::Closed(reason.into()));
     }
 
-    /// Ends it from this side.
+    /// Ends it from this side: the owner's wish, or a queue pair is down. Pass on its completions
+    /// first: a source that has finished drops its queue pairs, and the last marker may still wait
+    /// to be polled.
     pub fn give_up(&mut self, reason: impl Into<String>) {
         self.fail(Failure::GivenUp(reason.into()));
     }

@@ -4,17 +4,6 @@ use super::layout::PageSpan;
 use super::work::{QueueIndex, WorkSequence, WorkStatus};
 use martlet_wire::rdma::{WireSpan, ZeroRange};
 
-/// Whose fault something is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// The other side broke the protocol, or went away.
-    Peer,
-    /// A NIC or the way between.
-    Device,
-    /// This host: its memory, its limits.
-    Host,
-}
-
 /// What a peer of ours would not say.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -107,8 +96,8 @@ pub enum Failure {
         /// Which request.
         sequence: WorkSequence,
     },
-    /// Something is in flight and nothing has come back for too long.
-    #[error("nothing was completed for {0} ms")]
+    /// Something is in flight or was asked for, and nothing has come back for too long.
+    #[error("nothing was completed or answered for {0} ms")]
     Stalled(u128),
     /// This host failed.
     #[error("cannot {what}: {reason}")]
@@ -121,22 +110,6 @@ pub enum Failure {
     /// Whoever drives this wanted the end.
     #[error("given up: {0}")]
     GivenUp(String),
-}
-
-impl Failure {
-    /// Whose fault it is.
-    pub fn origin(&self) -> Origin {
-        match self {
-            Failure::Peer(_) | Failure::Closed(_) | Failure::Silent(_) | Failure::Refused(_) => {
-                Origin::Peer
-            }
-            Failure::Work { .. }
-            | Failure::Flushed(_)
-            | Failure::Completion { .. }
-            | Failure::Stalled(_) => Origin::Device,
-            Failure::Host { .. } | Failure::GivenUp(_) => Origin::Host,
-        }
-    }
 }
 
 impl From<PeerFault> for Failure {

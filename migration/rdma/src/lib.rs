@@ -41,7 +41,7 @@ mod work;
 mod zero;
 
 pub use destination::{Destination, DestinationAction, DestinationConfig, MARKER_RECEIVES};
-pub use failure::{Failure, Origin, PeerFault};
+pub use failure::{Failure, PeerFault};
 pub use heartbeat::{HEARTBEAT_DEADLINE, HEARTBEAT_INTERVAL};
 pub use layout::{Layout, LayoutError, PageSpan, STRIPE_BYTES_MIN, UNITS_MAX, UnitIndex};
 pub use source::{

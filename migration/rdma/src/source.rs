@@ -22,8 +22,9 @@ use martlet_wire::rdma::{
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// With something in flight, something must come back within this. A reliable connection gives up
-/// after some seconds by itself; this is for a device that says nothing at all.
+/// With something in flight, or asked of the destination, something must come back within this. A
+/// reliable connection gives up after some seconds by itself; this is for a device that says nothing
+/// at all, and for a destination that says everything but what it was asked.
 const STALL_MAX: Duration = Duration::from_secs(30);
 
 /// The ends of epochs and what they wait for.
@@ -73,6 +74,7 @@ pub struct Source {
     closing: Option<Closing>,
     cause: Option<Failure>,
     heartbeat: Heartbeat,
+    /// When something came back the last time, or nothing was waited for.
     last_progress: Instant,
     actions: VecDeque<SourceAction>,
     counters: Counters,
@@ -201,8 +203,11 @@ impl Source {
                 if let Some(silent) = self.heartbeat.is_lost(now) {
                     return self.fail(now, Failure::Silent(silent.as_millis()));
                 }
+                if !self.is_waiting() {
+                    self.note_progress(now);
+                }
                 let stalled = now.since(self.last_progress);
-                if self.is_waiting() && stalled >= STALL_MAX {
+                if stalled >= STALL_MAX {
                     return self.fail(now, Failure::Stalled(stalled.as_millis()));
                 }
                 if self.heartbeat.is_due(now) {
@@ -225,6 +230,7 @@ impl Source {
             (RdmaMessage::Close { reason }, _) => Err(Failure::Closed(reason.clone())),
             (RdmaMessage::Accept(terms), Phase::Offered) => self.on_accept(terms),
             (RdmaMessage::KeyGrant(grants), Phase::Open | Phase::Draining) => {
+                self.note_progress(now);
                 grants.iter().try_for_each(|grant| self.on_grant(grant))
             }
             (RdmaMessage::KeyRefusal(spans), Phase::Open | Phase::Draining) => {
@@ -244,7 +250,7 @@ impl Source {
                 })
                 .map_err(Failure::Peer),
             (RdmaMessage::ZeroDone { sequence }, Phase::Open | Phase::Draining) => {
-                self.last_progress = now;
+                self.note_progress(now);
                 self.zeros.on_done(*sequence).map_err(Failure::Peer)
             }
             (message, phase) => {
@@ -267,7 +273,7 @@ impl Source {
         }
         let slots = slots.min(self.config.slots_max);
         self.queues.iter_mut().for_each(|queue| queue.connect(slots));
-        self.last_progress = now;
+        self.note_progress(now);
         self.become_phase(Phase::Open);
     }
 
@@ -310,7 +316,7 @@ impl Source {
         };
         match status {
             WorkStatus::SUCCESS => {
-                self.last_progress = now;
+                self.note_progress(now);
                 let place = usize::from(queue.0);
                 while let Some(posted) = self.queues[place].retire_until(sequence) {
                     if let Posted::Write(message) = posted {
@@ -330,7 +336,9 @@ impl Source {
         }
     }
 
-    /// Ends it from this side: the owner's wish, or the connection of the messages is lost.
+    /// Ends it from this side: the owner's wish, or a queue pair is down. Pass on its completions
+    /// first. In the last round that is how the end looks where it is heard of before the
+    /// destination's word.
     pub fn give_up(&mut self, now: Instant, reason: impl Into<String>) {
         self.fail(now, Failure::GivenUp(reason.into()));
     }
@@ -341,12 +349,6 @@ impl Source {
         if let Some(closing) = &mut self.closing {
             closing.deadline = now;
         }
-    }
-
-    /// A queue pair broke or was ended by the destination. Pass on its completions first. In the last
-    /// round that is how the end looks where it is heard of before the destination's word.
-    pub fn on_queue_lost(&mut self, now: Instant, queue: QueueIndex) {
-        self.fail(now, Failure::Flushed(queue));
     }
 
     /// All queue pairs of this side are closed and all their completions were passed on.
@@ -563,9 +565,14 @@ impl Source {
         self.phase = next;
     }
 
-    /// Whether something is in flight.
+    /// Whether something is in flight, or the destination owes an answer.
     fn is_waiting(&self) -> bool {
-        self.queues.iter().any(|queue| queue.in_flight() > 0) || !self.zeros.is_settled()
+        let waits = |queue: &Queue| queue.in_flight() > 0 || queue.parked > 0;
+        self.phase == Phase::Offered || self.queues.iter().any(waits) || !self.zeros.is_settled()
+    }
+
+    fn note_progress(&mut self, now: Instant) {
+        self.last_progress = self.last_progress.max(now);
     }
 }
 

@@ -17,7 +17,7 @@ pub(super) const REGION_AT: usize = 4096;
 pub(super) const REGION_BYTES: usize = ARENA_BYTES - 2 * REGION_AT;
 
 /// How often a wait is repeated before something is said not to come.
-const PATIENCE: u32 = 300;
+const LOOKS_MAX: u32 = 300;
 /// One wait.
 const WAIT: Duration = Duration::from_millis(100);
 
@@ -125,7 +125,7 @@ pub(super) fn completions<P: QueuePair>(
 ) -> Result<Vec<Completion>, Violation> {
     let mut came = Vec::new();
     let mut places = [Completion::default(); 32];
-    let mut patience = PATIENCE;
+    let mut looks_left = LOOKS_MAX;
     while came.len() < count {
         let want = places.len().min(count - came.len());
         let got = pair.poll(&mut places[..want])?;
@@ -137,8 +137,8 @@ pub(super) fn completions<P: QueuePair>(
         let got = pair.poll(&mut places[..want])?;
         came.extend_from_slice(&places[..got]);
         if got == 0 && !pair.wait(WAIT)? {
-            patience -= 1;
-            expect(patience > 0, || format!("only {} of {count} completions came", came.len()))?;
+            looks_left -= 1;
+            expect(looks_left > 0, || format!("only {} of {count} completions came", came.len()))?;
         }
     }
     Ok(came)
@@ -150,7 +150,7 @@ pub(super) fn eventually<P: QueuePair>(
     what: &str,
     mut done: impl FnMut(&mut P) -> bool,
 ) -> Result<(), Violation> {
-    for _ in 0..PATIENCE {
+    for _ in 0..LOOKS_MAX {
         if done(pair) {
             return Ok(());
         }

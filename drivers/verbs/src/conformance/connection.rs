@@ -48,10 +48,10 @@ pub(super) fn wait_for_completion<S: Site>(site: &S, _: &Profile) -> Result<Stri
         let request = bed.write(round, 4096, 4096, 4096);
         bed.source.post(&[request])?;
         let mut place = [Completion::default()];
-        let mut patience = 300;
+        let mut looks_left = 300;
         while bed.source.poll(&mut place)? == 0 {
-            patience -= 1;
-            expect(patience > 0, || "nobody was woken for a completion".to_owned())?;
+            looks_left -= 1;
+            expect(looks_left > 0, || "nobody was woken for a completion".to_owned())?;
             // Armed before the post, so each completion after it must end this.
             bed.source.wait(Duration::from_millis(100))?;
         }

@@ -121,7 +121,7 @@ impl Completions {
     }
 
     /// Takes the channel's events, so that it is not readable until the next one.
-    pub(super) fn hush(&mut self) {
+    pub(super) fn take_events(&mut self) {
         let mut queue: *mut Cq = std::ptr::null_mut();
         let mut context: *mut c_void = std::ptr::null_mut();
         let library = self.device.library;

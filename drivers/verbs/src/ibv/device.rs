@@ -86,24 +86,8 @@ impl Device {
                 guide.as_ref().is_some_and(|id| id.context() == context)
             }
         });
-        let mut device = Device {
-            library,
-            list,
-            context: chosen.unwrap_or(std::ptr::null_mut()),
-            domain: std::ptr::null_mut(),
-            name: String::new(),
-            limits: Limits {
-                queue_slots_max: 0,
-                completion_slots_max: 0,
-                regions_max: 0,
-                region_bytes_max: 0,
-                on_demand: false,
-            },
-            reads_served_max: 0,
-            reads_started_max: 0,
-            troubled: Mutex::default(),
-        };
         // From here on a failure's drop gives back what was taken.
+        let mut device = Device::unopened(library, list);
         device.context = chosen.ok_or_else(none)?;
         device.name = device_name(library, device.context);
         device.query()?;
@@ -117,6 +101,26 @@ impl Device {
             .map_err(|errno| VerbsError::host("set up the device's events")(errno.into()))?;
         let device = Arc::new(device);
         Device::try_on_demand(device)
+    }
+
+    fn unopened(library: &'static Library, list: *mut *mut Context) -> Device {
+        Device {
+            library,
+            list,
+            context: std::ptr::null_mut(),
+            domain: std::ptr::null_mut(),
+            name: String::new(),
+            limits: Limits {
+                queue_slots_max: 0,
+                completion_slots_max: 0,
+                regions_max: 0,
+                region_bytes_max: 0,
+                on_demand: false,
+            },
+            reads_served_max: 0,
+            reads_started_max: 0,
+            troubled: Mutex::default(),
+        }
     }
 
     fn query(&mut self) -> Result<(), VerbsError> {
@@ -373,23 +377,7 @@ mod tests {
         library.ibv_reg_mr_iova2 = register;
         library.ibv_dereg_mr = refuse;
         library.rdma_free_devices = free;
-        Arc::new(Device {
-            library: Box::leak(Box::new(library)),
-            list: std::ptr::null_mut(),
-            context: std::ptr::null_mut(),
-            domain: std::ptr::null_mut(),
-            name: String::new(),
-            limits: Limits {
-                queue_slots_max: 0,
-                completion_slots_max: 0,
-                regions_max: 0,
-                region_bytes_max: 0,
-                on_demand: false,
-            },
-            reads_served_max: 0,
-            reads_started_max: 0,
-            troubled: Mutex::default(),
-        })
+        Arc::new(Device::unopened(Box::leak(Box::new(library)), std::ptr::null_mut()))
     }
 
     #[test]

@@ -302,7 +302,7 @@ impl QueuePair for IbvPair {
         }
         let [completed, told, troubled] = fds.map(|fd| !fd.revents().is_empty());
         if completed {
-            self.completions.hush();
+            self.completions.take_events();
         }
         if told || troubled {
             self.listen()?;
@@ -332,6 +332,6 @@ impl Drop for IbvPair {
         // completion queues.
         unsafe { (self.device.library.rdma_destroy_qp)(self.id.raw()) };
         self.device.forget(&[queue]);
-        self.completions.hush();
+        self.completions.take_events();
     }
 }

@@ -455,22 +455,30 @@ fn pages_u32(pages: u64) -> u32 {
 mod tests {
     use super::super::provider::Provider;
     use super::*;
+    use martlet_ram::RegionIndex;
     use martlet_units::{Gfn, PageCount, PageRange};
+    use martlet_wire::rdma::{Pinning, RDMA_VERSION, ZERO_RANGES_MAX, ZeroList, ZeroRange};
+    use std::io::Write;
     use std::net::{TcpListener, TcpStream};
 
-    /// The thread that steps may be the attempt's, which has to hear the clock and its owner.
-    #[test]
-    fn a_source_that_reads_nothing_holds_up_no_step() {
+    /// A receiver for memory of so many pages, and the source's end of its connection.
+    fn connected(pages: u64) -> (RdmaReceiver, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = Stream::from_tcp(listener.accept().unwrap().0).unwrap();
         rustix::net::sockopt::set_socket_recv_buffer_size(&peer, 64 << 10).unwrap();
         rustix::net::sockopt::set_socket_send_buffer_size(&stream, 64 << 10).unwrap();
-        let range = PageRange::try_new(Gfn(0), PageCount(1024)).unwrap();
+        let range = PageRange::try_new(Gfn(0), PageCount(pages)).unwrap();
         let ram = Arc::new(GuestRam::create(&[range]).unwrap());
         let placer = Arc::new(Placer::new(Arc::clone(&ram)));
         let accept = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
-        let mut receiver = RdmaReceiver::new(stream, &ram, placer, &accept, [0; 16]).unwrap();
+        (RdmaReceiver::new(stream, &ram, placer, &accept, [0; 16]).unwrap(), peer)
+    }
+
+    /// The thread that steps may be the attempt's, which has to hear the clock and its owner.
+    #[test]
+    fn a_source_that_reads_nothing_holds_up_no_step() {
+        let (mut receiver, peer) = connected(1024);
         let Mode::Rdma(link) = &mut receiver.mode else { panic!("it begins so") };
         let mut rests = 0;
         while rests < 3 {
@@ -490,5 +498,36 @@ mod tests {
         receiver.advance().unwrap();
         assert!(matches!(receiver.mode, Mode::Rdma(_)), "what was said is sent first");
         drop(peer);
+    }
+
+    /// As above; and a list costs its peer a few bytes, whatever it names.
+    #[test]
+    fn a_list_that_names_all_memory_many_times_holds_up_no_step() {
+        const PAGES: u32 = 16 << 10;
+        let (mut receiver, mut peer) = connected(PAGES.into());
+        receiver.placer.data_target(RegionIndex(0), 0, PAGES).unwrap();
+        let terms = Terms {
+            version: RDMA_VERSION,
+            queues: 1,
+            pinning: Pinning::Dynamic,
+            unit_chunks: 1,
+            chunk_bytes: 1 << 20,
+            pinned_bytes_max: 2 << 20,
+        };
+        let range = ZeroRange { region: 0, first_page: 0, count: PAGES };
+        let list = ZeroList { sequence: 1, ranges: vec![range; ZERO_RANGES_MAX] };
+        let mut bytes = Vec::new();
+        RdmaMessage::Offer(terms).encode(&mut bytes);
+        RdmaMessage::ZeroList(list).encode(&mut bytes);
+        peer.write_all(&bytes).unwrap();
+        let until = monotonic_now().after(Duration::from_secs(20));
+        let mut done = 0;
+        while done == 0 {
+            assert!(monotonic_now() < until, "the list comes");
+            receiver.advance().unwrap();
+            let Mode::Rdma(link) = &receiver.mode else { panic!("nothing is wrong with it") };
+            done = link.zeroing.front().map_or(0, |list| list.done);
+        }
+        assert!(done <= ZERO_PAGES_A_STEP + ZERO_PAGES_MAX, "{done} pages in one step");
     }
 }

@@ -5,7 +5,9 @@ use martlet_transport::Address;
 use martlet_wire::control::Control;
 use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader};
 use martlet_wire::hello::{HELLO_BYTES, Hello, REPLY_BYTES, Role};
-use martlet_wire::rdma::{Grant, RDMA_HEADER_BYTES, RdmaMessage, WireSpan};
+use martlet_wire::rdma::{
+    Grant, RDMA_HEADER_BYTES, RdmaMessage, RoundEnd, WireSpan, ZeroList, ZeroRange,
+};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -19,16 +21,81 @@ pub enum Fault {
     CutInBlackout,
     /// Queue pairs are sent to a port where nobody listens.
     WrongPort,
-    /// Bytes that are no message, to the source, behind the door.
+    /// Bytes that are no message, to the source, before all others.
     GarbageToSource,
     /// The same to the destination.
     GarbageToDestination,
-    /// A key for memory that was not asked for, to the source.
-    KeyNobodyAskedFor,
+    /// Something that is not true, behind the acceptance of the terms.
+    Lie(Lie),
 }
 
-/// Of a `Door`: header, provider, then the port.
-const DOOR_BYTES: usize = RDMA_HEADER_BYTES + 8;
+/// What a lying peer says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lie {
+    /// To the source: a key for memory that was not asked for.
+    KeyNobodyAskedFor,
+    /// To the source: no registration of what was not asked for.
+    RefusalNobodyAskedFor,
+    /// To the source: a zero list is executed that was never sent.
+    ZerosNobodySent,
+    /// To the source: nothing can land any more, and rounds have arrived that were never sent.
+    RoundsThatNeverWere,
+    /// To the source: other terms, while its pages are on their way.
+    TermsAgain,
+    /// To the destination: memory that the guest does not have.
+    KeyBeyondTheGuest,
+    /// To the destination: zeros where the guest has no memory.
+    ZerosBeyondTheGuest,
+    /// To the destination: the last round is over before it began.
+    EndBeforeTheBegin,
+    /// To the destination: a key is given back that was never granted.
+    KeyNobodyHas,
+}
+
+impl Lie {
+    pub const ALL: [Lie; 9] = [
+        Lie::KeyNobodyAskedFor,
+        Lie::RefusalNobodyAskedFor,
+        Lie::ZerosNobodySent,
+        Lie::RoundsThatNeverWere,
+        Lie::TermsAgain,
+        Lie::KeyBeyondTheGuest,
+        Lie::ZerosBeyondTheGuest,
+        Lie::EndBeforeTheBegin,
+        Lie::KeyNobodyHas,
+    ];
+
+    /// What it says, behind this acceptance of the terms; whether to the source.
+    fn bytes(self, accept: &[u8]) -> (bool, Vec<u8>) {
+        let span = WireSpan { region: 1, first_chunk: 3, chunks: 1 };
+        let beyond = WireSpan { region: 9, first_chunk: u64::MAX, chunks: 1 };
+        let zeros = ZeroRange { region: 0, first_page: u64::MAX - 1, count: 7 };
+        let (to_source, message) = match self {
+            Lie::TermsAgain => return (true, accept.to_vec()),
+            Lie::KeyNobodyAskedFor => {
+                (true, RdmaMessage::KeyGrant(vec![Grant { span, address: 0x1000, key: 1 }]))
+            }
+            Lie::RefusalNobodyAskedFor => (true, RdmaMessage::KeyRefusal(vec![span])),
+            Lie::ZerosNobodySent => (true, RdmaMessage::ZeroDone { sequence: 5 }),
+            Lie::RoundsThatNeverWere => (true, RdmaMessage::Revoked { rounds: u32::MAX }),
+            Lie::KeyBeyondTheGuest => (false, RdmaMessage::KeyRequest(vec![beyond])),
+            Lie::ZerosBeyondTheGuest => {
+                (false, RdmaMessage::ZeroList(ZeroList { sequence: 1, ranges: vec![zeros] }))
+            }
+            Lie::EndBeforeTheBegin => {
+                let end = RoundEnd { round: 0, last: true, zero_lists: 3 };
+                (false, RdmaMessage::RoundEnd(end))
+            }
+            Lie::KeyNobodyHas => (false, RdmaMessage::KeyDrop(vec![span])),
+        };
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes);
+        (to_source, bytes)
+    }
+}
+
+/// Of a `QueueAddress`: header, provider, then the port.
+const ADDRESS_BYTES: usize = RDMA_HEADER_BYTES + 8;
 const PORT_AT: usize = RDMA_HEADER_BYTES + 2;
 
 pub struct Proxy {
@@ -114,33 +181,29 @@ impl Shared {
         let mut reply = [0; REPLY_BYTES];
         server.read_exact(&mut reply)?;
         client.write_all(&reply)?;
-        let mut door = [0; DOOR_BYTES];
-        server.read_exact(&mut door)?;
-        let port = u16::from_le_bytes([door[PORT_AT], door[PORT_AT + 1]]);
+        let mut address = [0; ADDRESS_BYTES];
+        server.read_exact(&mut address)?;
+        let port = u16::from_le_bytes([address[PORT_AT], address[PORT_AT + 1]]);
         let elsewhere = match self.fault {
             Fault::Cut { .. } | Fault::CutInBlackout => self.queue_pairs(port),
             // A port that was free a moment ago.
             Fault::WrongPort => TcpListener::bind("127.0.0.1:0")?.local_addr()?.port(),
             _ => port,
         };
-        door[PORT_AT..PORT_AT + 2].copy_from_slice(&elsewhere.to_le_bytes());
-        client.write_all(&door)?;
+        address[PORT_AT..PORT_AT + 2].copy_from_slice(&elsewhere.to_le_bytes());
+        client.write_all(&address)?;
         match self.fault {
             Fault::GarbageToSource => client.write_all(b"this is no message at all"),
             Fault::GarbageToDestination => server.write_all(b"this is no message at all"),
-            Fault::KeyNobodyAskedFor => {
-                let span = WireSpan { region: 1, first_chunk: 3, chunks: 1 };
-                let grant = Grant { span, address: 0x1000, key: 1 };
-                let mut bytes = Vec::new();
-                RdmaMessage::KeyGrant(vec![grant]).encode(&mut bytes);
-                // Behind the acceptance of the terms.
+            Fault::Lie(lie) => {
                 let mut accept = [0; RDMA_HEADER_BYTES + 32];
                 let mut offer = accept;
                 client.read_exact(&mut offer)?;
                 server.write_all(&offer)?;
                 server.read_exact(&mut accept)?;
                 client.write_all(&accept)?;
-                client.write_all(&bytes)
+                let (to_source, bytes) = lie.bytes(&accept);
+                if to_source { client } else { server }.write_all(&bytes)
             }
             Fault::Cut { .. } | Fault::CutInBlackout | Fault::WrongPort => Ok(()),
         }

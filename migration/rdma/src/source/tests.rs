@@ -273,7 +273,7 @@ fn a_lost_acknowledgement_of_the_last_marker_is_no_failure() {
         rig.take();
         assert_eq!(rig.posts().len(), 2);
         if failed_first {
-            rig.source.on_queue_lost(NOW, QueueIndex(0));
+            rig.source.give_up(NOW, "queue pair 0 was disconnected");
             rig.take();
             rig.source.on_queues_closed();
             rig.said.clear();
@@ -447,4 +447,44 @@ fn zero_ranges_wait_when_too_many_lists_are_under_way() {
     rig.source.on_message(NOW, &RdmaMessage::ZeroDone { sequence: 8 });
     rig.take();
     assert!(matches!(rig.sent.last(), Some(RdmaMessage::ZeroList(list)) if list.sequence == 9));
+}
+
+/// The peer is alive and lets the time pass; whether RDMA has ended after it.
+fn ends_within(source: &mut Source, limit: Duration) -> bool {
+    let mut now = NOW;
+    while now.since(NOW) < limit {
+        now = now.after(Duration::from_millis(400));
+        source.on_message(now, &RdmaMessage::Heartbeat { sent_ns: now.0 });
+        if source.poll_timeout().is_some_and(|at| at <= now) {
+            source.on_timeout(now);
+        }
+    }
+    source.cause().is_some()
+}
+
+#[test]
+fn a_destination_that_lives_and_never_answers_is_not_waited_for_without_end() {
+    let long = STALL_MAX + Duration::from_secs(2);
+    let mut unaccepted = Source::new(&[64 * MIB_PAGES], config(), NOW).unwrap();
+    assert!(ends_within(&mut unaccepted, long), "the terms");
+    let mut rig = Rig::new(config());
+    rig.offer(data(0, 8));
+    rig.take();
+    assert!(ends_within(&mut rig.source, long), "a key");
+    let mut rig = Rig::new(config());
+    rig.offer(zero(0, 8));
+    rig.take();
+    assert!(ends_within(&mut rig.source, long), "the execution of a zero list");
+}
+
+#[test]
+fn a_source_that_had_nothing_to_send_for_long_has_not_stalled() {
+    let mut rig = Rig::new(config());
+    assert!(!ends_within(&mut rig.source, 3 * STALL_MAX));
+    let now = NOW.after(3 * STALL_MAX);
+    rig.offer(data(0, 8));
+    rig.grant();
+    assert_eq!(rig.posts().len(), 1);
+    rig.source.on_timeout(now.after(Duration::from_millis(1)));
+    assert_eq!(rig.source.cause(), None);
 }
