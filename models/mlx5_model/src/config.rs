@@ -2,21 +2,8 @@
 
 use crate::faults::Faults;
 use crate::latency::Latencies;
-use crate::nic::port::Port;
 use martlet_mlx5_abi::capability::device_feature;
 use std::time::Duration;
-
-/// Which signatures the firmware checks. (`cmdif_checksum` of the general capabilities; drivers
-/// sign entries always, mailboxes only when asked to.)
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Signatures {
-    /// None.
-    Ignored,
-    /// Those of entries.
-    Entries,
-    /// Those of entries and of mailboxes.
-    All,
-}
 
 /// A kind of device.
 pub struct ModelConfig {
@@ -26,11 +13,6 @@ pub struct ModelConfig {
     pub queue_size_max: u16,
     /// A suspended queue can be made ready (`freeze_to_rdy_supported`).
     pub resumable: bool,
-    /// INIT to RDY takes fields along. Firmware as of 2024 ignores them; there is no capability bit
-    /// for it.
-    pub ready_takes_fields: bool,
-    /// Rings may have a key of their own (`desc_group_mkey_supported`).
-    pub ring_keys: bool,
     /// Features of queues: bits by the numbers of `device_feature`. Segmentation is not modelled.
     pub features: u16,
     /// Bytes of each of a queue's three umems: for each entry, and on top.
@@ -49,8 +31,9 @@ pub struct ModelConfig {
     pub log_command_entries: u8,
     /// From the model's making until its firmware takes commands.
     pub boot_time: Duration,
-    /// Which signatures are checked.
-    pub signatures: Signatures,
+    /// Whether the signatures of command entries are checked (`cmdif_checksum` of the general
+    /// capabilities; drivers sign mailboxes only when asked to, which this model does not).
+    pub check_signatures: bool,
     /// While a queue is busy its guest is asked not to kick (NO_NOTIFY).
     pub suppress_kicks: bool,
     /// The vport's address.
@@ -63,20 +46,16 @@ pub struct ModelConfig {
     pub latencies: Latencies,
     /// What goes wrong.
     pub faults: Faults,
-    /// Where it is plugged in.
-    pub port: Port,
 }
 
 impl Default for ModelConfig {
     /// A ConnectX-6 Dx function with 64 queues, resumable, whose firmware takes no time and makes no
-    /// mistake, in loopback.
+    /// mistake.
     fn default() -> ModelConfig {
         ModelConfig {
             queues: 64,
             queue_size_max: 1024,
             resumable: true,
-            ready_takes_fields: false,
-            ring_keys: true,
             features: (1 << device_feature::MRG_RXBUF)
                 | (1 << device_feature::CSUM)
                 | (1 << device_feature::GUEST_CSUM),
@@ -88,14 +67,13 @@ impl Default for ModelConfig {
             init_pages: 64,
             log_command_entries: 5,
             boot_time: Duration::ZERO,
-            signatures: Signatures::Entries,
+            check_signatures: true,
             suppress_kicks: true,
             mac: [0x52, 0x54, 0x00, 0x6d, 0x6c, 0x78],
             mtu: 1500,
             seed: 1,
             latencies: Latencies::zero(),
             faults: Faults::default(),
-            port: Port::Loopback,
         }
     }
 }

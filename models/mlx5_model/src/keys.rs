@@ -1,6 +1,6 @@
 //! Memory keys: what of the bus a queue may reach, under which addresses.
 //!
-//! A key is physical (the whole bus), direct (a list of pages, "MTT"), indirect (a list of pieces
+//! A key is direct (a list of pages, "MTT"), indirect (a list of pieces
 //! of other keys, "KLM") or null (writes are thrown away, reads give zeros; `ibv_alloc_null_mr(3)`).
 //! An access goes through one indirect key at most, then through one of the others.
 
@@ -43,8 +43,6 @@ pub(crate) enum AccessError {
 /// What stands behind a key.
 #[derive(Debug)]
 pub(crate) enum Target {
-    /// Bus addresses themselves.
-    Physical,
     /// A list of pages.
     Direct(Pages),
     /// Pieces of other keys.
@@ -60,8 +58,7 @@ pub(crate) struct Key {
     pub(crate) variant: u8,
     pub(crate) domain: u32,
     pub(crate) start: u64,
-    /// `None`: everything from `start` on.
-    pub(crate) bytes: Option<u64>,
+    pub(crate) bytes: u64,
     pub(crate) read: bool,
     pub(crate) write: bool,
     pub(crate) target: Target,
@@ -136,23 +133,14 @@ impl Key {
     fn offset(&self, key: u32, at: u64) -> Result<(u64, u64), AccessError> {
         let outside = AccessError::Outside { key, at };
         let offset = at.checked_sub(self.start).ok_or(outside)?;
-        let left = match self.bytes {
-            Some(bytes) => bytes.checked_sub(offset).filter(|left| *left > 0).ok_or(outside)?,
-            None => u64::MAX - at,
-        };
-        Ok((offset, left.max(1)))
+        let left = self.bytes.checked_sub(offset).filter(|left| *left > 0).ok_or(outside)?;
+        Ok((offset, left))
     }
 
     /// What lies at `offset`, unless the key is indirect.
     fn flat(&self, key: u32, offset: u64) -> Result<Flat, AccessError> {
-        let whole = |bus| Flat { before: offset, after: u64::MAX - offset, bus };
         match &self.target {
-            Target::Physical => {
-                // Physical keys are addressed by the bus itself, whatever their begin.
-                let at = self.start.checked_add(offset);
-                Ok(whole(Some(BusAddress(at.ok_or(AccessError::Outside { key, at: offset })?))))
-            }
-            Target::Null => Ok(whole(None)),
+            Target::Null => Ok(Flat { before: offset, after: u64::MAX - offset, bus: None }),
             Target::Direct(pages) => {
                 // The list begins with the page in which the key begins.
                 let found = pages.find(offset.saturating_add(pages.inside(self.start)));
@@ -181,7 +169,7 @@ impl Keys {
             variant: 0,
             domain: 0,
             start: 0,
-            bytes: None,
+            bytes: u64::MAX,
             read: true,
             write: true,
             target: Target::Null,

@@ -5,15 +5,14 @@ use crate::faults::Faults;
 use crate::firmware::{
     self, Firmware, LOG_COMMAND_STRIDE, LOG_VIRTQ_DOORBELL_STRIDE, UARS_MAX, VIRTQ_DOORBELL_OFFSET,
 };
-use crate::nic::port::Port;
 use crate::nic::{Nic, NicConfig};
 use crate::num::{high32, low32};
 use crate::stats::Stats;
 use martlet_device_io::{BusMemory, Notify, Registers, Vectors};
 use martlet_mlx5_abi::init_segment::{
     self, CMDIF_REV_FW_SUB, CMDQ_ADDR_HIGH, CMDQ_ADDR_LOW, COMMAND_DOORBELL, COMMAND_INTERFACE,
-    CommandQueueShape, FW_REV, HEALTH_COUNTER, INITIALIZING, INITIALIZING_BIT, UAR_EQ_ARM,
-    UAR_EQ_UPDATE, UAR_PAGE_BYTES,
+    CommandQueueShape, FW_REV, INITIALIZING, INITIALIZING_BIT, UAR_EQ_ARM, UAR_EQ_UPDATE,
+    UAR_PAGE_BYTES,
 };
 use martlet_soft_bus::{SoftClock, Turn};
 use martlet_units::Instant;
@@ -23,9 +22,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Firmware 22.42.1000: the first ConnectX-6 Dx firmware that takes the commands of a batch at once
 /// without hanging (mail to "vdpa/mlx5: Parallelize device suspend/resume").
 const FIRMWARE: (u16, u16, u16) = (22, 42, 1000);
-
-/// The health counter moves this often (Linux `health.c` looks at it every two seconds).
-const HEALTH_PERIOD_NS: u64 = 10_000_000;
 
 /// Virtqueues that a model can have.
 const QUEUES_MAX: u16 = 1024;
@@ -53,11 +49,7 @@ pub struct Model {
 
 impl Model {
     /// A device on a bus, with power on.
-    pub fn new(
-        mut config: ModelConfig,
-        bus: Arc<dyn BusMemory>,
-        clock: &Arc<SoftClock>,
-    ) -> Arc<Model> {
+    pub fn new(config: ModelConfig, bus: Arc<dyn BusMemory>, clock: &Arc<SoftClock>) -> Arc<Model> {
         assert!((1..=QUEUES_MAX).contains(&config.queues), "a number of queues that can be had");
         assert!(config.queue_size_max.is_power_of_two(), "sizes are powers of two");
         assert!(config.log_command_entries <= 5, "the doorbell has 32 bits");
@@ -66,8 +58,7 @@ impl Model {
             keys: config.keys_max,
             suppress_kicks: config.suppress_kicks,
         };
-        let port = std::mem::replace(&mut config.port, Port::Loopback);
-        let nic = Nic::new(nic_config, bus, Arc::clone(clock), port);
+        let nic = Nic::new(nic_config, bus, Arc::clone(clock));
         let ready_at = clock.now().after(config.boot_time);
         let queues = config.queues;
         let shape = CommandQueueShape {
@@ -110,10 +101,9 @@ impl Model {
         let firmware = self.firmware();
         stats.commands = firmware.commands;
         stats.commands_failed = firmware.failed;
-        stats.stray_commands = firmware.stray;
-        stats.events_lost = firmware.events_lost();
+        stats.unexpected_commands = firmware.unexpected;
+        stats.events_lost = firmware.events.lost;
         stats.firmware_pages = firmware.page_count();
-        stats.misaligned_pages = firmware.misaligned_pages;
         drop(firmware);
         self.nic.read_stats(&mut stats);
         stats
@@ -191,10 +181,6 @@ impl Model {
             CMDQ_ADDR_HIGH => self.firmware().queue_halves().0,
             CMDQ_ADDR_LOW => self.firmware().queue_halves().1 | self.shape.to_register(),
             INITIALIZING if self.clock.now() < self.ready_at => INITIALIZING_BIT,
-            HEALTH_COUNTER => {
-                let beat = self.firmware().hung_at().unwrap_or_else(|| self.clock.now());
-                low32(beat.0 / HEALTH_PERIOD_NS)
-            }
             _ => 0,
         }
     }

@@ -35,15 +35,13 @@ pub struct Stats {
     /// Commands whose answer was an error, of either kind.
     pub commands_failed: u64,
     /// Doorbells for command entries that were not free, or not the device's.
-    pub stray_commands: u64,
+    pub unexpected_commands: u64,
     /// Events that found their event queue full.
     pub events_lost: u64,
     /// Memory keys that exist.
     pub keys: u32,
     /// Pages of the host that the firmware has.
     pub firmware_pages: u64,
-    /// Entries of page lists that were no multiple of their page size.
-    pub misaligned_pages: u64,
     /// The queues that exist, in order.
     pub queues: Vec<QueueStats>,
 }

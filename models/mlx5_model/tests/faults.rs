@@ -95,7 +95,7 @@ fn a_late_answer_keeps_its_entry() {
     assert!(!host.wait(&sent));
     // Whoever uses the entry again is not heard.
     host.ring(&[&sent]);
-    assert_eq!(host.model.stats().stray_commands, 1);
+    assert_eq!(host.model.stats().unexpected_commands, 1);
     host.run(&pd(), 16).ok();
     host.stage.run_until(host.stage.clock().now().after(Duration::from_secs(30)));
     assert!(host.is_done(&sent));

@@ -9,7 +9,7 @@ use host::ring::Guest;
 use martlet_device_io::Dma;
 use martlet_mlx5_abi::virtq::{VirtqState, modify};
 use martlet_mlx5_abi::{Opcode, U32};
-use martlet_mlx5_model::{ModelConfig, Port, QueueState, Tap, WireEnd};
+use martlet_mlx5_model::{ModelConfig, QueueState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -341,34 +341,6 @@ fn a_page_that_can_not_be_logged_ends_its_queue() {
 }
 
 #[test]
-fn a_cable_joins_two_devices() {
-    let (one, other) = WireEnd::pair();
-    let with = |port| ModelConfig { port: Port::Wire(port), ..ModelConfig::default() };
-    let mut a = Host::new(with(one));
-    let mut b = Host::on(&a.stage, &a.bus, with(other));
-    b.bring_up();
-    let (mut at_a, mut at_b) = (Guest::new(&mut a, 2, 32, 0), Guest::new(&mut b, 2, 32, 0));
-    at_a.start(&mut a);
-    at_a.send();
-    at_a.kick(&a);
-    at_b.refill();
-    at_b.start(&mut b);
-    assert_eq!(at_b.receive(), 2, "frames wait for the other side");
-    for _ in 0..50 {
-        at_a.refill();
-        at_b.refill();
-        at_a.send();
-        at_b.send();
-        at_a.kick(&a);
-        at_b.kick(&b);
-        at_a.receive();
-        at_b.receive();
-    }
-    assert_eq!((a.model.stats().frames_sent, b.model.stats().frames_received), (102, 102));
-    assert_eq!((b.model.stats().frames_sent, a.model.stats().frames_received), (100, 100));
-}
-
-#[test]
 fn a_table_says_where_frames_go() {
     let mut host = Host::new(ModelConfig::default());
     let mut guest = Guest::new(&mut host, 4, 16, 0);
@@ -383,67 +355,4 @@ fn a_table_says_where_frames_go() {
     assert_eq!(published, [2, 2, 0, 0]);
     let frame = guest.pairs[1].rx.take_frame(memory).unwrap();
     assert_eq!(frame[0], 0, "pair 0 goes to the first of the table");
-}
-
-#[test]
-fn a_tap_takes_frames_and_brings_some() {
-    // To a process, a tap is a file that keeps frames apart: as this socket does.
-    let (ours, theirs) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::NONBLOCK,
-        None,
-    )
-    .unwrap();
-    let port = Port::Tap(Tap::from_file(theirs));
-    let mut host = Host::new(ModelConfig { port, ..ModelConfig::default() });
-    let mut guest = Guest::new(&mut host, 1, 16, 0);
-    guest.start(&mut host);
-    guest.send();
-    guest.kick(&host);
-    let mut frame = [1; 2048];
-    let bytes = rustix::io::read(&ours, &mut frame).unwrap();
-    assert_eq!((bytes, &frame[..12]), (12 + 14 + 4, &[0; 12][..]));
-    assert_eq!(guest.pairs[0].tx.published(&guest.memory), 1);
-    // It comes back before there is a buffer for it.
-    rustix::io::write(&ours, &frame[..bytes]).unwrap();
-    host.kick(0);
-    assert_eq!(guest.receive(), 0);
-    guest.refill();
-    host.kick(0);
-    assert_eq!((guest.receive(), guest.missing()), (1, 0));
-    // What the tap has no room for stays in the ring.
-    let mut sent = 0;
-    while host.model.stats().frames_sent == 1 + sent {
-        sent += u64::from(guest.send());
-        guest.kick(&host);
-        if sent > 5_000 {
-            panic!("a socket takes everything");
-        }
-    }
-    let stats = host.model.stats();
-    assert_eq!(stats.queues[1].available, stats.queues[1].used);
-    while rustix::io::read(&ours, &mut frame).is_ok() {}
-    guest.kick(&host);
-    assert_eq!(host.model.stats().frames_sent, 1 + sent);
-}
-
-#[test]
-fn an_interface_of_the_host_takes_frames() {
-    let tap = match Tap::open("martlet-test0") {
-        Ok(tap) => tap,
-        Err(error) => {
-            println!("skipped: no tap here: {error}");
-            return;
-        }
-    };
-    assert!(Tap::open("a-name-of-16-byte").is_err());
-    let mut host = Host::new(ModelConfig { port: Port::Tap(tap), ..ModelConfig::default() });
-    let mut guest = Guest::new(&mut host, 1, 16, 0);
-    guest.start(&mut host);
-    guest.refill();
-    guest.send();
-    guest.kick(&host);
-    // The interface is down, so it throws the frame away.
-    assert_eq!(host.model.stats().frames_sent, 1);
 }

@@ -10,7 +10,7 @@ use martlet_mlx5_abi::memory::{CreateMkeyIn, access_mode};
 use martlet_mlx5_abi::message::{InHeader, ShortIn};
 use martlet_mlx5_abi::virtq::modify;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U16, U32, U64};
-use martlet_mlx5_model::{ModelConfig, Signatures};
+use martlet_mlx5_model::ModelConfig;
 use proptest::prelude::*;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -73,7 +73,7 @@ proptest! {
         entries in proptest::collection::vec(any::<[u8; 32]>(), 32),
         bells in proptest::collection::vec(any::<u32>(), 1..8),
     ) {
-        let config = ModelConfig { signatures: Signatures::Ignored, ..ModelConfig::default() };
+        let config = ModelConfig { check_signatures: false, ..ModelConfig::default() };
         let mut host = Host::new(config);
         for entry in entries {
             host.write(&entry, 16, |it, _| {

@@ -6,8 +6,7 @@ mod host;
 use host::Host;
 use host::objects::{key_input, page_list, piece_list};
 use host::ring::{Guest, PAIR_BYTES};
-use martlet_device_io::Dma;
-use martlet_mlx5_abi::memory::{CreateMkeyIn, QueryMkeyOut, QuerySpecialContextsOut, access_mode};
+use martlet_mlx5_abi::memory::{CreateMkeyIn, QuerySpecialContextsOut, access_mode};
 use martlet_mlx5_abi::message::ShortIn;
 use martlet_mlx5_abi::virtq::VirtqState;
 use martlet_mlx5_abi::{CommandStatus, Opcode, U32};
@@ -165,20 +164,6 @@ fn a_key_is_checked_when_it_is_made() {
     }
     assert_eq!(run(&mut host, &mtt(0x2000, 12)), CommandStatus::LIMIT);
     assert_eq!(host.model.stats().keys, 4);
-}
-
-#[test]
-fn a_physical_key_is_the_bus_itself() {
-    let mut host = Host::new(ModelConfig::default());
-    let memory = host.bus.alloc(4096, 4096).unwrap();
-    let mut input = key_input(host.domain, access_mode::PA, 0, 0, &[]);
-    let (create, _) = CreateMkeyIn::mut_from_prefix(&mut input).unwrap();
-    create.context.length64_pd = U32::new((1 << 31) | host.domain);
-    let index = u32::from_be_bytes(host.run(&input, 16).ok()[8..12].try_into().unwrap());
-    let query = ShortIn::new(Opcode::QUERY_MKEY, 0, index);
-    let out: QueryMkeyOut = host.run(query.as_bytes(), 0x50).parse();
-    assert_eq!(out.context.access_mode(), access_mode::PA);
-    drop(memory);
 }
 
 /// The list of a 1 GiB key in pages of 4 KiB: 4097 mailboxes.

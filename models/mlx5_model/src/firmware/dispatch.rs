@@ -1,6 +1,6 @@
 //! From opcodes to what they do.
 
-use super::answer::{Answer, done, refuse};
+use super::answer::{Answer, refuse};
 use super::input::Input;
 use super::{Firmware, Function};
 use martlet_mlx5_abi::message::{GeneralObjectIn, object_type};
@@ -21,7 +21,6 @@ fn is_setup(opcode: Opcode) -> bool {
             | Opcode::INIT_HCA
             | Opcode::TEARDOWN_HCA
             | Opcode::QUERY_HCA_CAP
-            | Opcode::QUERY_ISSI
             | Opcode::SET_ISSI
             | Opcode::QUERY_PAGES
             | Opcode::MANAGE_PAGES
@@ -45,7 +44,6 @@ impl Firmware {
             Opcode::INIT_HCA => self.init(),
             Opcode::TEARDOWN_HCA => self.teardown(),
             Opcode::QUERY_HCA_CAP => self.query_capabilities(&input),
-            Opcode::QUERY_ISSI => self.query_issi(),
             Opcode::SET_ISSI => self.set_issi(&input),
             Opcode::QUERY_PAGES => self.query_pages(&input),
             Opcode::MANAGE_PAGES => self.manage_pages(&input, out_bytes),
@@ -62,14 +60,12 @@ impl Firmware {
             Opcode::QUERY_VPORT_STATE => self.query_vport_state(),
             Opcode::QUERY_NIC_VPORT_CONTEXT => self.query_vport_context(),
             Opcode::CREATE_MKEY => self.create_key(input),
-            Opcode::QUERY_MKEY => self.query_key(&input),
             Opcode::DESTROY_MKEY => self.destroy_key(&input),
             Opcode::CREATE_UMEM => self.create_umem(&input),
             Opcode::DESTROY_UMEM => self.destroy_umem(&input),
             Opcode::CREATE_RQT => self.create_table(&input),
             Opcode::MODIFY_RQT => self.modify_table(&input),
             Opcode::DESTROY_RQT => self.destroy_table(&input),
-            Opcode::SYNC_CRYPTO => done(),
             Opcode::CREATE_GENERAL_OBJECT
             | Opcode::MODIFY_GENERAL_OBJECT
             | Opcode::QUERY_GENERAL_OBJECT
@@ -104,13 +100,12 @@ impl Firmware {
 /// changes nothing.
 fn output_bytes(opcode: Opcode, input: &Input) -> Option<usize> {
     use martlet_mlx5_abi::capability::QUERY_HCA_CAP_OUT_BYTES;
-    use martlet_mlx5_abi::memory::{QueryMkeyOut, QuerySpecialContextsOut};
+    use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
     use martlet_mlx5_abi::setup::QueryNicVportContextOut;
     use martlet_mlx5_abi::virtq::{QueryCountersOut, QueryVirtqOut};
     match (opcode, object_type_of(input)) {
         (Opcode::QUERY_HCA_CAP, _) => Some(QUERY_HCA_CAP_OUT_BYTES),
         (Opcode::QUERY_SPECIAL_CONTEXTS, _) => Some(size_of::<QuerySpecialContextsOut>()),
-        (Opcode::QUERY_MKEY, _) => Some(size_of::<QueryMkeyOut>()),
         (Opcode::QUERY_NIC_VPORT_CONTEXT, _) => Some(size_of::<QueryNicVportContextOut>()),
         (Opcode::QUERY_GENERAL_OBJECT, object_type::VIRTIO_NET_Q) => {
             Some(size_of::<QueryVirtqOut>())

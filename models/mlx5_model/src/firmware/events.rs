@@ -24,10 +24,10 @@ const ARMED: u32 = 9;
 
 /// All event queues of a function.
 #[derive(Debug, Default)]
-pub(super) struct EventQueues {
+pub(crate) struct EventQueues {
     queues: BTreeMap<u8, EventQueue>,
     /// Events that found their queue full.
-    pub(super) lost: u64,
+    pub(crate) lost: u64,
 }
 
 #[derive(Debug)]

@@ -55,15 +55,7 @@ impl Input {
         self.in_list = true;
         let Ok((key, _)) = CreateMkeyIn::read_from_prefix(&self.head) else { return };
         if key.context.access_mode() == access_mode::MTT {
-            let entries = usize::try_from(self.list_entries()).unwrap_or(0);
-            self.pages = Pages::new(key.context.log_page_size.get() & 0x3f, entries);
-        }
-    }
-
-    /// That was all.
-    pub(super) fn finish(&mut self) {
-        if let Some(pages) = &mut self.pages {
-            pages.finish();
+            self.pages = Pages::new(key.context.log_page_size.get() & 0x3f);
         }
     }
 

@@ -1,6 +1,6 @@
 //! Memory keys and umems.
 
-use super::answer::{self, Answer, Refusal, bytes, done, header, parse, refuse, short, zeroed};
+use super::answer::{self, Answer, Refusal, done, header, parse, refuse, short};
 use super::input::Input;
 use super::{Firmware, LOG_UMEMS_MAX};
 use crate::keys::{Key, Pieces, Target};
@@ -8,9 +8,9 @@ use crate::num::{to_u64, to_usize};
 use crate::pages::Pages;
 use martlet_mlx5_abi::memory::{
     CREATE_MKEY_PG_ACCESS, CreateMkeyIn, CreateMkeyOut, CreateUmemIn, Klm, MkeyContext,
-    OCTWORD_BYTES, QueryMkeyOut, access_mode,
+    OCTWORD_BYTES, access_mode,
 };
-use martlet_mlx5_abi::{CommandStatus, U24, U32, U64};
+use martlet_mlx5_abi::{CommandStatus, U24, U32};
 use zerocopy::FromBytes;
 
 /// In CREATE_MKEY's flags: the list lies in a umem.
@@ -36,21 +36,15 @@ impl Firmware {
         if !self.domains.contains_key(&domain) {
             return Err(refuse(CommandStatus::BAD_RESOURCE, 0x0200_0001));
         }
-        let length64 = context.length64_pd.get() & MkeyContext::LENGTH64 != 0;
-        let bytes = (!length64).then(|| context.length.get());
+        let bytes = context.length.get();
         let flags = context.flags.get();
         let start = context.start_addr.get();
         let target = match context.access_mode() {
-            access_mode::PA => Target::Physical,
-            access_mode::MTT => Target::Direct(self.page_list(&create, input.pages, bytes)?),
-            access_mode::KLM => self.pieces(&create, &input, bytes, None)?,
-            access_mode::KSM => {
-                let log = context.log_page_size.get() & 0x3f;
-                self.pieces(&create, &input, bytes, Some(1 << log))?
-            }
+            access_mode::MTT => Target::Direct(page_list(&create, input.pages)?),
+            access_mode::KLM => self.pieces(&create, &input)?,
             _ => return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0200_0002)),
         };
-        if bytes.is_some_and(|bytes| start.checked_add(bytes).is_none()) {
+        if start.checked_add(bytes).is_none() {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0200_0003));
         }
         let key = Key {
@@ -86,8 +80,9 @@ impl Firmware {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0200_0006));
         }
         let free = create.context.flags.get() & MkeyContext::FREE != 0;
+        let all_addresses = create.context.length64_pd.get() & MkeyContext::LENGTH64 != 0;
         let flags = create.flags.get() & (UMEM_VALID | CREATE_MKEY_PG_ACCESS);
-        if free || flags != 0 || create.context.qpn.get() != MkeyContext::ANY_QP {
+        if free || all_addresses || flags != 0 || create.context.qpn.get() != MkeyContext::ANY_QP {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0200_0007));
         }
         let length = create.context.length.get();
@@ -98,37 +93,11 @@ impl Firmware {
         Ok(())
     }
 
-    fn page_list(
-        &mut self,
-        create: &CreateMkeyIn,
-        pages: Option<Pages>,
-        bytes: Option<u64>,
-    ) -> Result<Pages, Refusal> {
-        let wrong = refuse(CommandStatus::BAD_PARAMETER, 0x0200_0009);
-        let (mut pages, bytes) = (pages.ok_or(wrong)?, bytes.ok_or(wrong)?);
-        let log = create.context.log_page_size.get() & 0x3f;
-        let inside = pages.inside(create.context.start_addr.get());
-        let needed = inside.checked_add(bytes).ok_or(wrong)?;
-        if log < LOG_PAGE_MIN || bytes == 0 || needed > pages.bytes() {
-            return Err(wrong);
-        }
-        let count = u32::try_from(needed.div_ceil(1 << log)).map_err(|_| wrong)?;
-        pages.truncate(count);
-        self.misaligned_pages += u64::from(pages.misaligned());
-        Ok(pages)
-    }
-
-    /// The list of an indirect key: of pieces that say how long they are, or that are all equally
-    /// long. Padding is pieces of no length.
-    fn pieces(
-        &self,
-        create: &CreateMkeyIn,
-        input: &Input,
-        bytes: Option<u64>,
-        equal: Option<u64>,
-    ) -> Result<Target, Refusal> {
+    /// The list of an indirect key: pieces that say how long they are. Padding is pieces of no
+    /// length.
+    fn pieces(&self, create: &CreateMkeyIn, input: &Input) -> Result<Target, Refusal> {
         let wrong = refuse(CommandStatus::BAD_PARAMETER, 0x0200_000a);
-        let bytes = bytes.ok_or(wrong)?;
+        let bytes = create.context.length.get();
         let entries = create.translations_octword_actual_size.get();
         if entries > 1 << u32::from(self.config.log_klm_list_max).min(31) {
             return Err(refuse(CommandStatus::LIMIT, 0x0200_000b));
@@ -137,8 +106,7 @@ impl Firmware {
         let list = input.head.get(size_of::<CreateMkeyIn>()..).unwrap_or_default();
         for raw in list.chunks_exact(OCTWORD_BYTES) {
             let klm = Klm::read_from_bytes(raw).map_err(|_| wrong)?;
-            let length = equal.unwrap_or(u64::from(klm.byte_count.get()));
-            if !pieces.push(length, klm.mkey.get(), klm.address.get()) {
+            if !pieces.push(klm.byte_count.get().into(), klm.mkey.get(), klm.address.get()) {
                 return Err(wrong);
             }
         }
@@ -146,28 +114,6 @@ impl Firmware {
             return Err(wrong);
         }
         Ok(Target::Indirect(pieces))
-    }
-
-    pub(super) fn query_key(&self, input: &Input) -> Answer {
-        let keys = self.nic.keys();
-        let key = keys.by_index(input.object());
-        let key = key.ok_or(refuse(CommandStatus::BAD_RESOURCE, 0x0201_0001))?;
-        let mut out: QueryMkeyOut = zeroed();
-        let mode = match &key.target {
-            Target::Physical | Target::Null => access_mode::PA,
-            Target::Direct(_) => access_mode::MTT,
-            Target::Indirect(_) => access_mode::KLM,
-        };
-        let write = if key.write { MkeyContext::LOCAL_WRITE } else { 0 };
-        let read = if key.read { MkeyContext::LOCAL_READ } else { 0 };
-        let length64 = if key.bytes.is_none() { MkeyContext::LENGTH64 } else { 0 };
-        out.context.flags = U32::new(MkeyContext::mode_flags(mode) | write | read);
-        out.context.qpn = U24::new(MkeyContext::ANY_QP);
-        out.context.variant = key.variant;
-        out.context.length64_pd = U32::new(length64 | key.domain);
-        out.context.start_addr = U64::new(key.start);
-        out.context.length = U64::new(key.bytes.unwrap_or(0));
-        bytes(&out)
     }
 
     pub(super) fn destroy_key(&mut self, input: &Input) -> Answer {
@@ -225,4 +171,19 @@ impl Firmware {
             Some(_) => Err(refuse(CommandStatus::RESOURCE_BUSY, 0x0a0a_0002)),
         }
     }
+}
+
+/// The pages of a direct key.
+fn page_list(create: &CreateMkeyIn, pages: Option<Pages>) -> Result<Pages, Refusal> {
+    let wrong = refuse(CommandStatus::BAD_PARAMETER, 0x0200_0009);
+    let (mut pages, bytes) = (pages.ok_or(wrong)?, create.context.length.get());
+    let log = create.context.log_page_size.get() & 0x3f;
+    let inside = pages.inside(create.context.start_addr.get());
+    let needed = inside.checked_add(bytes).ok_or(wrong)?;
+    if log < LOG_PAGE_MIN || bytes == 0 || needed > pages.bytes() {
+        return Err(wrong);
+    }
+    let count = u32::try_from(needed.div_ceil(1 << log)).map_err(|_| wrong)?;
+    pages.truncate(count);
+    Ok(pages)
 }

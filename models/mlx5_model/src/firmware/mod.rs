@@ -110,10 +110,10 @@ pub(crate) struct Firmware {
     agenda: Agenda<Instant, Event>,
     /// The exclusive section is free from then on.
     section_free: Instant,
-    events: EventQueues,
+    pub(crate) events: EventQueues,
     interrupt_pending: bool,
-    /// When the firmware stopped for good.
-    hung_at: Option<Instant>,
+    /// The firmware has stopped for good.
+    hangs: bool,
     pages: BTreeSet<u64>,
     domains: BTreeMap<u32, u32>,
     uars: BTreeSet<u32>,
@@ -127,8 +127,7 @@ pub(crate) struct Firmware {
     pub(crate) faults: Faults,
     pub(crate) commands: u64,
     pub(crate) failed: u64,
-    pub(crate) stray: u64,
-    pub(crate) misaligned_pages: u64,
+    pub(crate) unexpected: u64,
 }
 
 impl Firmware {
@@ -151,7 +150,7 @@ impl Firmware {
             section_free: Instant(0),
             events: EventQueues::default(),
             interrupt_pending: false,
-            hung_at: None,
+            hangs: false,
             pages: BTreeSet::new(),
             domains: BTreeMap::new(),
             uars: BTreeSet::new(),
@@ -165,8 +164,7 @@ impl Firmware {
             faults,
             commands: 0,
             failed: 0,
-            stray: 0,
-            misaligned_pages: 0,
+            unexpected: 0,
         }
     }
 
@@ -198,7 +196,7 @@ impl Firmware {
         self.function = Function::Off;
         self.pages.clear();
         self.interrupt_pending = false;
-        self.hung_at = None;
+        self.hangs = false;
     }
 
     /// Halves of the command page's address, as a driver reads them back.
@@ -210,15 +208,15 @@ impl Firmware {
     /// The command doorbell: a bit for each entry.
     pub(crate) fn doorbell(&mut self, entries: u32, now: Instant) {
         if now < self.ready_at {
-            self.stray += u64::from(entries.count_ones());
+            self.unexpected += u64::from(entries.count_ones());
             return;
         }
         for slot in (0..COMMAND_ENTRIES_MAX).filter(|slot| entries >> slot & 1 == 1) {
-            if self.nic.is_gone() || self.hung_at.is_some() {
+            if self.nic.is_gone() || self.hangs {
                 return;
             }
             if !self.pick_up(slot, now) {
-                self.stray += 1;
+                self.unexpected += 1;
             }
         }
     }
@@ -231,7 +229,7 @@ impl Firmware {
         };
         let at = queue.checked_add(u64::from(slot) << LOG_COMMAND_STRIDE);
         let Some(at) = at.map(BusAddress) else { return false };
-        let taken = transport::take(self.nic.bus(), at, self.config.signatures);
+        let taken = transport::take(self.nic.bus(), at, self.config.check_signatures);
         let Some(Delivered { opcode, input, reply }) = taken else { return false };
         let class = self.class(opcode, input.as_ref().ok());
         let fault = self.faults.strike_where(|point: &Point| point.means(opcode, class));
@@ -283,7 +281,7 @@ impl Firmware {
                 return None;
             }
             Some(Fault::Hang) => {
-                self.hung_at = Some(now);
+                self.hangs = true;
                 self.forget_commands();
                 return None;
             }
@@ -359,8 +357,7 @@ impl Firmware {
         }
         let output = (delivery == DeliveryStatus::OK).then_some(output.as_slice());
         let wrong_token = flight.fault == Some(Fault::WrongToken);
-        let signatures = self.config.signatures;
-        flight.reply.write(self.nic.bus(), delivery, output, wrong_token, signatures);
+        flight.reply.write(self.nic.bus(), delivery, output, wrong_token);
         match flight.fault {
             Some(Fault::LostEvent) => {}
             Some(Fault::LostInterrupt) => self.post_command_event(1 << slot, None),
@@ -413,11 +410,6 @@ impl Firmware {
         }
     }
 
-    /// When the firmware stopped for good, if it did.
-    pub(crate) fn hung_at(&self) -> Option<Instant> {
-        self.hung_at
-    }
-
     /// A doorbell of event queues.
     pub(crate) fn event_doorbell(&mut self, uar: u32, value: u32, arm: bool) {
         if self.uars.contains(&uar) {
@@ -442,11 +434,6 @@ impl Firmware {
     /// Pages of the host that it has.
     pub(crate) fn page_count(&self) -> u64 {
         crate::num::to_u64(self.pages.len())
-    }
-
-    /// Events that found their queue full.
-    pub(crate) fn events_lost(&self) -> u64 {
-        self.events.lost
     }
 
     /// Forgets all objects; as TEARDOWN_HCA does.

@@ -25,12 +25,6 @@ pub(crate) const LOG_DOORBELL_STRIDE: u8 = 12;
 /// Pages that the firmware takes: 4 GiB.
 const PAGES_MAX: usize = 1 << 20;
 
-/// QUERY_ISSI's output: what is in use, and a bit for each that there is
-/// (`mlx5_ifc_query_issi_out_bits`).
-const QUERY_ISSI_OUT_BYTES: usize = 0x70;
-const QUERY_ISSI_CURRENT: usize = 0x0a;
-const QUERY_ISSI_SUPPORTED: usize = 0x6c;
-
 impl Firmware {
     pub(super) fn enable(&mut self) -> Answer {
         if self.function != Function::Off {
@@ -61,18 +55,6 @@ impl Firmware {
         self.reset();
         self.function = Function::Enabled;
         done()
-    }
-
-    pub(super) fn query_issi(&self) -> Answer {
-        let mut out = vec![0; QUERY_ISSI_OUT_BYTES];
-        let put = |out: &mut Vec<u8>, at: usize, value: &[u8]| {
-            if let Some(field) = out.get_mut(at..at + value.len()) {
-                field.copy_from_slice(value);
-            }
-        };
-        put(&mut out, QUERY_ISSI_CURRENT, &self.issi.to_be_bytes());
-        put(&mut out, QUERY_ISSI_SUPPORTED, &3_u32.to_be_bytes());
-        Ok(out)
     }
 
     pub(super) fn set_issi(&mut self, input: &Input) -> Answer {
@@ -264,8 +246,7 @@ impl Firmware {
         caps.doorbell_bar_offset = U64::new(VIRTQ_DOORBELL_OFFSET);
         caps.max_num_virtio_queues = U24::new(queues);
         let resume = if self.config.resumable { VirtioCapabilities::FREEZE_TO_RDY } else { 0 };
-        let rings = if self.config.ring_keys { VirtioCapabilities::DESC_GROUP_MKEY } else { 0 };
-        caps.suspend_abilities = resume | rings;
+        caps.suspend_abilities = resume;
         let [umem_1, umem_2, umem_3] = self.umem_sizes();
         (caps.umem_1, caps.umem_2, caps.umem_3) = (umem_1, umem_2, umem_3);
     }

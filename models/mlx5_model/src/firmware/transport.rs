@@ -3,7 +3,6 @@
 //! delivery status.
 
 use super::input::Input;
-use crate::config::Signatures;
 use crate::num::to_usize;
 use martlet_device_io::{BusAddress, BusFault, BusMemory};
 use martlet_mlx5_abi::command::{
@@ -13,7 +12,8 @@ use martlet_mlx5_abi::command::{
 };
 use martlet_mlx5_abi::message::InHeader;
 use martlet_mlx5_abi::{DeliveryStatus, Opcode};
-use zerocopy::{FromBytes, IntoBytes};
+use std::mem::offset_of;
+use zerocopy::FromBytes;
 
 /// The longest input: a key with a list of 512 Ki pages.
 const INPUT_BYTES_MAX: usize = 0x110 + (4 << 20);
@@ -23,6 +23,9 @@ const SHORT_INPUT_BYTES_MAX: usize = 64 << 10;
 
 /// The longest output.
 const OUTPUT_BYTES_MAX: usize = 64 << 10;
+
+/// Where in a mailbox's control part its token is.
+const MAILBOX_TOKEN_OFFSET: usize = offset_of!(MailboxControl, token);
 
 /// Mailboxes lie at multiples of this.
 const POINTER_ALIGN: u64 = 512;
@@ -49,7 +52,7 @@ pub(super) struct Delivered {
 pub(super) fn take(
     bus: &dyn BusMemory,
     at: BusAddress,
-    signatures: Signatures,
+    check_signatures: bool,
 ) -> Option<Delivered> {
     let mut raw = [0; ENTRY_BYTES];
     // The doorbell's release made the entry visible; the owner byte is read with it.
@@ -64,10 +67,10 @@ pub(super) fn take(
     let mut reply = ReplyTo { entry: at, token: entry.token, length, boxes: Vec::new() };
     let header = InHeader::read_from_prefix(&entry.in_inline).ok()?.0;
     let opcode = Opcode(header.opcode.get());
-    let input = check_entry(&entry, &raw, signatures)
+    let input = check_entry(&entry, &raw, check_signatures)
         .and_then(|()| {
-            reply.boxes = out_boxes(bus, &entry, signatures)?;
-            read_input(bus, &entry, opcode, signatures)
+            reply.boxes = out_boxes(bus, &entry)?;
+            read_input(bus, &entry, opcode)
         })
         .inspect_err(|_| reply.boxes.clear());
     Some(Delivered { opcode, input, reply })
@@ -80,12 +83,12 @@ fn to_u64(value: usize) -> u64 {
 fn check_entry(
     entry: &CommandEntry,
     raw: &[u8],
-    signatures: Signatures,
+    check_signatures: bool,
 ) -> Result<(), DeliveryStatus> {
     if entry.kind != ENTRY_TYPE {
         return Err(DeliveryStatus::DESCRIPTOR_TYPE);
     }
-    if signatures != Signatures::Ignored && xor8(raw) != 0xff {
+    if check_signatures && xor8(raw) != 0xff {
         return Err(DeliveryStatus::SIGNATURE);
     }
     if entry.reserved0 != [0; 3] || entry.reserved1 != 0 {
@@ -126,11 +129,7 @@ fn check_control(control: &MailboxControl, token: u8, number: usize) -> Result<(
 }
 
 /// Finds the mailboxes of the output.
-fn out_boxes(
-    bus: &dyn BusMemory,
-    entry: &CommandEntry,
-    signatures: Signatures,
-) -> Result<Vec<BusAddress>, DeliveryStatus> {
+fn out_boxes(bus: &dyn BusMemory, entry: &CommandEntry) -> Result<Vec<BusAddress>, DeliveryStatus> {
     let count = mailboxes_for(to_usize(entry.out_length.get()));
     let (mut boxes, mut next) = (Vec::with_capacity(count), entry.out_pointer.get());
     for number in 0..count {
@@ -144,9 +143,6 @@ fn out_boxes(
         let control = MailboxControl::read_from_bytes(&raw);
         let control = control.map_err(|_| DeliveryStatus::FIRMWARE)?;
         check_control(&control, entry.token, number)?;
-        if signatures == Signatures::All && xor8(&raw[..raw.len() - 1]) != 0xff {
-            return Err(DeliveryStatus::SIGNATURE);
-        }
         boxes.push(BusAddress(next));
         next = control.next.get();
     }
@@ -158,7 +154,6 @@ fn read_input(
     bus: &dyn BusMemory,
     entry: &CommandEntry,
     opcode: Opcode,
-    signatures: Signatures,
 ) -> Result<Input, DeliveryStatus> {
     let length = to_usize(entry.in_length.get());
     if opcode != Opcode::CREATE_MKEY && length > SHORT_INPUT_BYTES_MAX {
@@ -175,15 +170,11 @@ fn read_input(
         bus.read(BusAddress(next), &mut raw).map_err(unreadable)?;
         let mailbox = Mailbox::ref_from_bytes(&raw).map_err(|_| DeliveryStatus::FIRMWARE)?;
         check_control(&mailbox.control, entry.token, number)?;
-        if signatures == Signatures::All && xor8(&raw) != 0xff {
-            return Err(DeliveryStatus::SIGNATURE);
-        }
         let piece = left.min(MAILBOX_DATA_BYTES);
         input.extend(mailbox.data.get(..piece).unwrap_or_default());
         left -= piece;
         next = mailbox.control.next.get();
     }
-    input.finish();
     Ok(input)
 }
 
@@ -202,7 +193,6 @@ impl ReplyTo {
         delivery: DeliveryStatus,
         output: Option<&[u8]>,
         wrong_token: bool,
-        signatures: Signatures,
     ) {
         let token = if wrong_token { self.token.wrapping_add(1).max(1) } else { self.token };
         let write = |offset, bytes: &[u8]| {
@@ -210,7 +200,7 @@ impl ReplyTo {
             let _ = at.map(|at| bus.write(at, bytes));
         };
         if let Some(output) = output {
-            self.write_boxes(bus, output, wrong_token || signatures == Signatures::All, token);
+            self.write_boxes(bus, output, wrong_token.then_some(token));
             let mut inline = [0; INLINE_BYTES];
             let first = output.len().min(INLINE_BYTES);
             inline[..first].copy_from_slice(&output[..first]);
@@ -224,33 +214,18 @@ impl ReplyTo {
         }
     }
 
-    fn write_boxes(&self, bus: &dyn BusMemory, output: &[u8], seal: bool, token: u8) {
+    fn write_boxes(&self, bus: &dyn BusMemory, output: &[u8], token: Option<u8>) {
         let mut rest = output.get(INLINE_BYTES..).unwrap_or_default();
-        for (number, at) in self.boxes.iter().enumerate() {
+        for at in &self.boxes {
             let (piece, later) = rest.split_at(rest.len().min(MAILBOX_DATA_BYTES));
             let mut data = [0; MAILBOX_DATA_BYTES];
             data[..piece.len()].copy_from_slice(piece);
             let _ = bus.write(*at, &data);
-            if seal {
-                self.seal(bus, *at, &data, (number, token));
+            if let Some(token) = token {
+                let at = at.checked_add(to_u64(MAILBOX_CONTROL_OFFSET + MAILBOX_TOKEN_OFFSET));
+                let _ = at.map(|at| bus.write(at, &[token]));
             }
             rest = later;
         }
-    }
-
-    /// Writes the end of an output mailbox again: its token and its signatures.
-    fn seal(&self, bus: &dyn BusMemory, at: BusAddress, data: &[u8], (number, token): (usize, u8)) {
-        let Some(control_at) = at.checked_add(to_u64(MAILBOX_CONTROL_OFFSET)) else { return };
-        let mut raw = [0; size_of::<MailboxControl>()];
-        if bus.read(control_at, &mut raw).is_err() {
-            return;
-        }
-        let Ok(mut control) = MailboxControl::read_from_bytes(&raw) else { return };
-        assert!(number < self.boxes.len(), "a mailbox of this answer");
-        control.token = token;
-        (control.control_signature, control.signature) = (0, 0);
-        control.control_signature = command::signature_for(control.as_bytes());
-        control.signature = !(xor8(data) ^ xor8(control.as_bytes()));
-        let _ = bus.write(control_at, control.as_bytes());
     }
 }

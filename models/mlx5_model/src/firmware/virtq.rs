@@ -20,17 +20,13 @@ use std::sync::Arc;
 /// then).
 const ALWAYS: u64 = modify::DIRTY_BITMAP_PARAMS | modify::DIRTY_BITMAP_DUMP_ENABLE;
 
-/// All fields that can be modified, but for the state.
+/// All fields that this model lets a driver modify, but for the state.
 const FIELDS: u64 = ALWAYS
     | modify::ADDRESSES
     | modify::AVAIL_INDEX
     | modify::USED_INDEX
-    | modify::QUEUE_TYPE
-    | modify::VIRTIO_VERSION
     | modify::VIRTIO_Q_MKEY
-    | modify::QUEUE_FEATURES
-    | modify::EVENT_MODE
-    | modify::DESC_GROUP_MKEY;
+    | modify::QUEUE_FEATURES;
 
 /// A virtqueue as the firmware knows it.
 pub(super) struct Virtq {
@@ -54,7 +50,7 @@ impl Firmware {
         let virtio = &object.virtio_q;
         self.check_virtq(&object)?;
         let number = self.next_object();
-        let view = View::new(virtio.pd.get(), ring_key(virtio), virtio.mkey.get());
+        let view = View::new(virtio.pd.get(), virtio.mkey.get());
         let index = virtio.queue_index.get();
         let size = virtio.queue_size.get();
         let mut ring = Ring::new(size, direction_of(index), place(virtio), view);
@@ -85,6 +81,15 @@ impl Firmware {
         if object.state() != VirtqState::INIT || virtio.flags & 0xf != VirtioQueue::ETH_FRAME {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a00_0004));
         }
+        let has_vector = virtio.event_qpn_or_msix.get() < u32::from(self.config.queues);
+        let tells = match virtio.event_mode & 7 {
+            event_mode::NONE => true,
+            event_mode::MSIX => has_vector,
+            _ => false,
+        };
+        if virtio.kind != SPLIT || !tells {
+            return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a01_0001));
+        }
         if !self.domains.contains_key(&virtio.pd.get()) {
             return Err(refuse(CommandStatus::BAD_RESOURCE, 0x0a00_0005));
         }
@@ -107,34 +112,12 @@ impl Firmware {
     /// Whether these fields of an object make sense.
     fn check_fields(&self, object: &VirtioNetQueue, fields: u64) -> Result<(), Refusal> {
         let virtio = &object.virtio_q;
-        let wrong = |syndrome| Err(refuse(CommandStatus::BAD_PARAMETER, syndrome));
-        if fields & modify::QUEUE_TYPE != 0 && virtio.kind != SPLIT {
-            return wrong(0x0a01_0001);
-        }
         if fields & modify::QUEUE_FEATURES != 0 && object.features() & !self.config.features != 0 {
-            return wrong(0x0a01_0002);
-        }
-        if fields & modify::EVENT_MODE != 0 {
-            let vectors = u32::from(self.config.queues);
-            let good = match virtio.event_mode & 7 {
-                event_mode::NONE => true,
-                event_mode::MSIX => virtio.event_qpn_or_msix.get() < vectors,
-                _ => false,
-            };
-            if !good {
-                return wrong(0x0a01_0003);
-            }
-        }
-        if fields & modify::DESC_GROUP_MKEY != 0
-            && virtio.desc_group_mkey.get() != 0
-            && !self.config.ring_keys
-        {
-            return wrong(0x0a01_0004);
+            return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a01_0002));
         }
         let keys = self.nic.keys();
         let gone = |bit, key: u32| fields & bit != 0 && key != 0 && !keys.exists(key);
         if gone(modify::VIRTIO_Q_MKEY, virtio.mkey.get())
-            || gone(modify::DESC_GROUP_MKEY, virtio.desc_group_mkey.get())
             || gone(modify::DIRTY_BITMAP_PARAMS, object.dirty_bitmap_mkey.get())
         {
             return Err(refuse(CommandStatus::BAD_RESOURCE, 0x0a01_0005));
@@ -189,7 +172,7 @@ impl Firmware {
         match (state, step) {
             // The fields are silently ignored (Linux `mlx5_vnet.c`, `resume_vqs`, sends them first):
             // the state is all that this firmware looks at then.
-            (QueueState::Init, Step::Start) if !self.config.ready_takes_fields => Ok((step, 0)),
+            (QueueState::Init, Step::Start) => Ok((step, 0)),
             (QueueState::Ready, _) if fields & !ALWAYS != 0 => Err(illegal),
             _ => Ok((step, fields)),
         }
@@ -206,7 +189,7 @@ impl Firmware {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a01_000a));
         }
         let keys = self.nic.keys();
-        if !keys.exists(virtio.mkey.get()) || !keys.exists(ring_key(virtio)) {
+        if !keys.exists(virtio.mkey.get()) {
             return Err(refuse(CommandStatus::BAD_RESOURCE, 0x0a01_000b));
         }
         Ok(())
@@ -316,12 +299,6 @@ impl Virtq {
     }
 }
 
-/// The key for rings: their own, or that of the frames.
-fn ring_key(virtio: &VirtioQueue) -> u32 {
-    let own = virtio.desc_group_mkey.get();
-    if own == 0 { virtio.mkey.get() } else { own }
-}
-
 fn place(virtio: &VirtioQueue) -> RingPlace {
     RingPlace {
         descriptors: virtio.desc_addr.get(),
@@ -360,21 +337,8 @@ fn merge(to: &mut VirtioNetQueue, from: &VirtioNetQueue, fields: u64) {
         (queue.desc_addr, queue.used_addr) = (new.desc_addr, new.used_addr);
         queue.available_addr = new.available_addr;
     }
-    if fields & modify::QUEUE_TYPE != 0 {
-        queue.kind = new.kind;
-    }
-    if fields & modify::VIRTIO_VERSION != 0 {
-        let version = VirtioQueue::VIRTIO_1_0;
-        queue.flags = (queue.flags & !version) | (new.flags & version);
-    }
     if fields & modify::VIRTIO_Q_MKEY != 0 {
         queue.mkey = new.mkey;
-    }
-    if fields & modify::DESC_GROUP_MKEY != 0 {
-        queue.desc_group_mkey = new.desc_group_mkey;
-    }
-    if fields & modify::EVENT_MODE != 0 {
-        (queue.event_mode, queue.event_qpn_or_msix) = (new.event_mode, new.event_qpn_or_msix);
     }
     if fields & modify::AVAIL_INDEX != 0 {
         to.hw_available_index = from.hw_available_index;
@@ -402,8 +366,8 @@ fn set_fields(work: &mut Work, object: &VirtioNetQueue, fields: u64) {
     if fields & ALWAYS != 0 {
         work.ring.view.set_log(log_place(object));
     }
-    if fields & (modify::VIRTIO_Q_MKEY | modify::DESC_GROUP_MKEY) != 0 {
-        work.ring.view.set_keys(ring_key(virtio), virtio.mkey.get());
+    if fields & modify::VIRTIO_Q_MKEY != 0 {
+        work.ring.view.set_key(virtio.mkey.get());
     }
     if fields & modify::ADDRESSES != 0 {
         work.ring.place = place(virtio);
@@ -413,9 +377,6 @@ fn set_fields(work: &mut Work, object: &VirtioNetQueue, fields: u64) {
     }
     if fields & modify::USED_INDEX != 0 {
         work.ring.set_published(object.hw_used_index.get());
-    }
-    if fields & modify::EVENT_MODE != 0 {
-        work.vector = vector(virtio);
     }
     if fields & modify::QUEUE_FEATURES != 0 {
         work.offloads = offloads(object.features());

@@ -2,7 +2,7 @@
 
 use super::queue::{Offloads, Work};
 use super::ring::{Buffer, RingError};
-use super::view::{Part, Reach};
+use super::view::Reach;
 use crate::num::{low32, to_u64};
 
 /// Bytes of `struct virtio_net_hdr_v1` (virtio 1.3, section 5.1.6).
@@ -70,7 +70,7 @@ pub(crate) fn gather(
     for buffer in &scratch.buffers {
         let length = crate::num::to_usize(buffer.bytes).min(rest.len());
         let (now, later) = rest.split_at_mut(length);
-        work.ring.view.read(reach, (Part::Frames, buffer.at), now)?;
+        work.ring.view.read(reach, buffer.at, now)?;
         rest = later;
     }
     let good = finish_offloads(&mut scratch.frame, work.offloads);
@@ -149,7 +149,7 @@ pub(crate) fn place(
         for buffer in buffers.by_ref().take(chain.buffers) {
             let length = crate::num::to_usize(buffer.bytes).min(rest.len());
             let (now, later) = rest.split_at(length);
-            work.ring.view.write(reach, (Part::Frames, buffer.at), now)?;
+            work.ring.view.write(reach, buffer.at, now)?;
             chain.written += low32(to_u64(length));
             rest = later;
         }

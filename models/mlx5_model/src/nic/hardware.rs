@@ -2,7 +2,7 @@
 
 use super::Nic;
 use crate::Model;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -15,10 +15,7 @@ use std::time::Duration;
 const NAP: Duration = Duration::from_micros(50);
 
 /// Looks in vain after which a queue's guest has to kick again.
-const PATIENCE: u32 = 20;
-
-/// While frames wait for a tap, it is tried again after this long.
-const TAP_RETRY: Duration = Duration::from_millis(1);
+const VAIN_LOOKS_MAX: u32 = 20;
 
 /// Wakes the thread.
 #[derive(Debug)]
@@ -44,40 +41,16 @@ impl Wake {
     }
 
     /// Sleeps until woken, unless `is_idle` says no at the last moment.
-    fn sleep(&self, nics: &[Arc<Nic>], is_idle: impl Fn() -> bool) {
+    fn sleep(&self, is_idle: impl Fn() -> bool) {
         self.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if is_idle() {
-            let event = PollFd::new(&self.event, PollFlags::IN);
-            if nics.iter().any(|nic| nic.tap().is_some()) {
-                wait_with_taps(event, nics);
-            } else {
-                let _ = poll(&mut [event], None);
-            }
+            let _ = poll(&mut [PollFd::new(&self.event, PollFlags::IN)], None);
             let mut count = [0; 8];
             let _ = rustix::io::read(self.event.as_fd(), &mut count);
         }
         self.asleep.store(false, Ordering::SeqCst);
     }
-}
-
-/// Waits for the event or for frames from a tap.
-fn wait_with_taps<'a>(event: PollFd<'a>, nics: &'a [Arc<Nic>]) {
-    let (mut files, mut timeout) = (vec![event], None);
-    for (nic, tap) in nics.iter().filter_map(|nic| Some((nic, nic.tap()?))) {
-        if tap.is_waiting() || nic.has_blocked() {
-            timeout = Some(timespec(TAP_RETRY));
-        }
-        if !tap.is_waiting() {
-            files.push(PollFd::from_borrowed_fd(tap.file(), PollFlags::IN));
-        }
-    }
-    let _ = poll(&mut files, timeout.as_ref());
-}
-
-fn timespec(time: Duration) -> Timespec {
-    let seconds = i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
-    Timespec { tv_sec: seconds, tv_nsec: i64::from(time.subsec_nanos()) }
 }
 
 /// A thread that moves the frames of one or more models in real time. It sleeps while there is
@@ -95,7 +68,7 @@ impl Hardware {
         let wake = Arc::new(Wake::new()?);
         let stop = Arc::new(AtomicBool::new(false));
         let taken = models.iter().any(|model| model.nic().has_thread());
-        if taken || !models.iter().all(|model| model.nic().adopt(&wake, PATIENCE)) {
+        if taken || !models.iter().all(|model| model.nic().adopt(&wake, VAIN_LOOKS_MAX)) {
             return Err(io::Error::other("the model has a thread already"));
         }
         let worker = Worker {
@@ -147,11 +120,10 @@ impl Worker {
                 }
                 continue;
             }
-            self.wake.sleep(&self.nics, || {
+            self.wake.sleep(|| {
                 let idle = !self.nics.iter().any(|nic| nic.has_pending());
                 idle && !self.stop.load(Ordering::SeqCst)
             });
-            self.nics.iter().filter(|nic| nic.tap().is_some()).for_each(|nic| nic.retry());
         }
     }
 }

@@ -1,16 +1,14 @@
-//! The data path: "the hardware" that moves frames between virtqueues and the port.
+//! The data path: "the hardware" that moves frames between virtqueues.
 //!
-//! Locks, in the order in which they are taken: `scratch` (whoever has it works), the keys of both
-//! devices by `uid`, a transmit queue, a receive queue. Doorbells take none of them.
+//! Locks, in the order in which they are taken: `scratch` (whoever has it works), the keys, a
+//! transmit queue, a receive queue. Doorbells take none of them.
 
 pub(crate) mod bits;
 pub(crate) mod frame;
 pub(crate) mod hardware;
-pub(crate) mod port;
 pub(crate) mod queue;
 pub(crate) mod ring;
 mod steering;
-pub(crate) mod tap;
 mod transmit;
 pub(crate) mod view;
 
@@ -22,17 +20,12 @@ use frame::Scratch;
 use hardware::Wake;
 use martlet_device_io::BusMemory;
 use martlet_soft_bus::SoftClock;
-use port::Port;
 use queue::{Queue, QueueState, direction_of};
 use ring::{Direction, RingError};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use steering::Steering;
-use tap::Tap;
 use view::Reach;
-
-/// Devices are told apart, and their locks ordered, by this.
-static NEXT_UID: AtomicU64 = AtomicU64::new(0);
 
 /// No queue rings this doorbell.
 const NO_DOORBELL: u32 = u32::MAX;
@@ -47,10 +40,8 @@ pub(crate) struct NicConfig {
 
 /// The data path of one device.
 pub(crate) struct Nic {
-    uid: u64,
     bus: Arc<dyn BusMemory>,
     clock: Arc<SoftClock>,
-    port: Port,
     suppress_kicks: bool,
     keys: RwLock<Keys>,
     queues: RwLock<Vec<Option<Arc<Queue>>>>,
@@ -59,12 +50,12 @@ pub(crate) struct Nic {
     doorbells: Vec<AtomicU32>,
     /// Queues to be looked at.
     pending: Bits,
-    /// Transmit queues whose frames the port does not take at the moment.
+    /// Transmit queues whose frames find no receive buffer at the moment.
     blocked: Bits,
     /// Transmit queues whose guest was asked not to kick: they are looked at without.
     hot: Bits,
-    /// Empty looks after which a hot queue's guest is asked to kick again.
-    patience: AtomicU32,
+    /// Looks in vain after which a hot queue's guest is asked to kick again.
+    vain_looks_max: AtomicU32,
     running: AtomicU16,
     link: AtomicBool,
     gone: AtomicBool,
@@ -79,13 +70,10 @@ impl Nic {
         config: NicConfig,
         bus: Arc<dyn BusMemory>,
         clock: Arc<SoftClock>,
-        port: Port,
     ) -> Arc<Nic> {
-        let nic = Arc::new(Nic {
-            uid: NEXT_UID.fetch_add(1, Ordering::Relaxed),
+        Arc::new(Nic {
             bus,
             clock,
-            port,
             suppress_kicks: config.suppress_kicks,
             keys: RwLock::new(Keys::new(config.keys)),
             queues: RwLock::new((0..config.queues).map(|_| None).collect()),
@@ -94,7 +82,7 @@ impl Nic {
             pending: Bits::new(config.queues),
             blocked: Bits::new(config.queues),
             hot: Bits::new(config.queues),
-            patience: AtomicU32::new(0),
+            vain_looks_max: AtomicU32::new(0),
             running: AtomicU16::new(0),
             link: AtomicBool::new(true),
             gone: AtomicBool::new(false),
@@ -102,11 +90,7 @@ impl Nic {
             wake: OnceLock::new(),
             vectors: VectorTable::new(config.queues),
             counters: Counters::new(),
-        });
-        if let Port::Wire(end) = &nic.port {
-            end.plug(Arc::downgrade(&nic));
-        }
-        nic
+        })
     }
 
     pub(crate) fn keys(&self) -> RwLockReadGuard<'_, Keys> {
@@ -223,29 +207,15 @@ impl Nic {
         stats::add(&self.counters.kicks, 1);
         match direction_of(index) {
             Direction::Transmit => self.pending.set(index),
-            Direction::Receive => {
-                // A tap's frames are looked for whenever the device is.
-                self.pending.set(index);
-                self.room_came();
-            }
+            Direction::Receive => self.room_came(),
         }
         self.wake();
     }
 
     /// There may be room for frames again that were not taken: who has them looks.
     pub(crate) fn room_came(&self) {
-        match &self.port {
-            Port::Loopback | Port::Tap(_) => {
-                self.blocked.drain_into(&self.pending);
-                self.wake();
-            }
-            Port::Wire(end) => {
-                if let Some(other) = end.other() {
-                    other.blocked.drain_into(&other.pending);
-                    other.wake();
-                }
-            }
-        }
+        self.blocked.drain_into(&self.pending);
+        self.wake();
     }
 
     /// Wakes the thread that works for this device, if it sleeps.
@@ -256,8 +226,8 @@ impl Nic {
     }
 
     /// From now on a thread works for this device, and looks at hot queues this often in vain.
-    pub(crate) fn adopt(&self, wake: &Arc<Wake>, patience: u32) -> bool {
-        self.patience.store(patience, Ordering::Relaxed);
+    pub(crate) fn adopt(&self, wake: &Arc<Wake>, vain_looks_max: u32) -> bool {
+        self.vain_looks_max.store(vain_looks_max, Ordering::Relaxed);
         self.wake.set(Arc::clone(wake)).is_ok()
     }
 
@@ -276,25 +246,6 @@ impl Nic {
         !self.is_gone() && self.hot.any()
     }
 
-    /// Whether the port did not take some frames.
-    pub(crate) fn has_blocked(&self) -> bool {
-        !self.is_gone() && self.blocked.any()
-    }
-
-    /// The port may take frames again.
-    pub(crate) fn retry(&self) {
-        self.blocked.drain_into(&self.pending);
-        self.wake();
-    }
-
-    /// The tap that it is plugged into.
-    pub(crate) fn tap(&self) -> Option<&Tap> {
-        match &self.port {
-            Port::Tap(tap) => Some(tap),
-            Port::Loopback | Port::Wire(_) => None,
-        }
-    }
-
     /// Whether the link is up.
     pub(crate) fn is_up(&self) -> bool {
         self.link.load(Ordering::SeqCst)
@@ -304,7 +255,6 @@ impl Nic {
     pub(crate) fn set_link(&self, up: bool) {
         self.link.store(up, Ordering::SeqCst);
         if up {
-            self.retry();
             self.room_came();
         }
     }

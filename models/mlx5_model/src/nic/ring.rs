@@ -3,7 +3,7 @@
 //! The guest owns all bytes of it and may change them at any time. What can't be is an error of
 //! the ring, and the queue stops for good (state ERR).
 
-use super::view::{Part, Reach, View};
+use super::view::{Reach, View};
 use crate::keys::AccessError;
 use crate::num::{low16, low32, to_u64};
 use std::sync::atomic::{Ordering, fence};
@@ -126,11 +126,11 @@ impl Ring {
     }
 
     fn read(&mut self, reach: Reach<'_>, at: u64, into: &mut [u8]) -> Result<(), AccessError> {
-        self.view.read(reach, (Part::Rings, at), into)
+        self.view.read(reach, at, into)
     }
 
     fn write(&mut self, reach: Reach<'_>, at: u64, from: &[u8]) -> Result<(), AccessError> {
-        self.view.write(reach, (Part::Rings, at), from)
+        self.view.write(reach, at, from)
     }
 
     /// How many entries of the driver's ring were taken.

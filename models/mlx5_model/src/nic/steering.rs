@@ -30,24 +30,13 @@ impl Nic {
         self.room_came();
     }
 
-    /// Pairs up to the last receive queue that exists.
-    fn pairs_used(&self) -> u16 {
-        let queues = self.queues();
-        let last = queues.iter().step_by(2).rposition(Option::is_some);
-        last.and_then(|last| u16::try_from(last + 1).ok()).unwrap_or(0)
-    }
-
-    /// The receive queue for frames of a flow. Frames of a pair of queues are one flow, with the
-    /// pair's number: tables that list all pairs in order keep pairs together.
-    pub(super) fn receiver(&self, flow: u16) -> Option<Arc<Queue>> {
+    /// The receive queue for frames of a pair of queues: one flow, with the pair's number. So tables
+    /// that list all pairs in order keep pairs together.
+    pub(super) fn receiver(&self, pair: u16) -> Option<Arc<Queue>> {
         let steering = self.steering.read().unwrap_or_else(PoisonError::into_inner);
         let table = steering.tables.values().next().filter(|list| !list.is_empty());
-        let Some(list) = table else {
-            // Flows of a tap are hashes, all others are pairs.
-            let pair = if self.tap().is_some() { flow % self.pairs_used().max(1) } else { flow };
-            return self.queue(pair.checked_mul(2)?);
-        };
-        let object = *list.get(usize::from(flow) % list.len())?;
+        let Some(list) = table else { return self.queue(pair.checked_mul(2)?) };
+        let object = *list.get(usize::from(pair) % list.len())?;
         let queues = self.queues();
         queues.iter().step_by(2).flatten().find(|queue| queue.object == object).cloned()
     }

@@ -1,14 +1,11 @@
-//! Frames on their way out of transmit queues, and in from a tap.
+//! Frames on their way from transmit queues to receive queues.
 
 use super::Nic;
 use super::frame::{self, Gathered, Placed, Scratch};
-use super::port::Port;
 use super::queue::{Queue, QueueState, Work, direction_of};
 use super::ring::{Direction, RingError};
-use super::tap::{Tap, TapFull};
 use super::view::Reach;
 use crate::stats;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Frames of one queue before the next one has its turn.
@@ -21,7 +18,7 @@ enum End {
     Empty,
     /// More frames, but it is others' turn.
     Budget,
-    /// The port takes none at the moment.
+    /// There is no room for them at the moment.
     Blocked,
     /// The queue itself is broken.
     Broken(RingError),
@@ -31,7 +28,6 @@ enum End {
 #[derive(Default)]
 struct Passed {
     sent: u64,
-    received: u64,
     dropped: u64,
     /// Vectors that the guests want fired; they are, when no lock is held.
     sender: Option<u16>,
@@ -52,11 +48,6 @@ impl Nic {
                 };
             }
         });
-        if let Port::Tap(tap) = &self.port
-            && !self.is_gone()
-        {
-            worked |= self.receive_from(tap, &mut scratch);
-        }
         worked
     }
 
@@ -77,52 +68,17 @@ impl Nic {
             self.hot.clear(index);
             return false;
         };
-        match &self.port {
-            Port::Loopback => self.transmit_to(self, &tx, scratch),
-            Port::Wire(end) => match end.other() {
-                Some(other) => self.transmit_to(&other, &tx, scratch),
-                None => self.block(index),
-            },
-            Port::Tap(tap) => self.transmit_to_tap(tap, &tx, scratch),
-        }
-    }
-
-    /// Frames stay in the ring until the port takes them.
-    fn block(&self, index: u16) -> bool {
-        self.hot.clear(index);
-        self.blocked.set(index);
-        false
-    }
-
-    fn transmit_to(&self, other: &Nic, tx: &Arc<Queue>, scratch: &mut Scratch) -> bool {
         // First blocked, then looked: who makes room afterwards finds it here.
-        self.blocked.set(tx.index);
-        let receiver = other.receiver(tx.index / 2);
-        let up = self.is_up() && other.is_up() && !other.is_gone();
-        let Some(rx) = receiver.filter(|_| up) else { return self.block(tx.index) };
-        if self.uid == other.uid {
-            let keys = self.keys();
-            let reach = Reach { bus: &*self.bus, keys: &keys };
-            return self.run(other, tx, &rx, (reach, reach), scratch);
-        }
-        // Two devices that send to each other take each other's keys in the same order.
-        let (low, high) = if self.uid < other.uid { (self, other) } else { (other, self) };
-        let (low_keys, high_keys) = (low.keys(), high.keys());
-        let low_reach = Reach { bus: &*low.bus, keys: &low_keys };
-        let high_reach = Reach { bus: &*high.bus, keys: &high_keys };
-        let reach =
-            if self.uid < other.uid { (low_reach, high_reach) } else { (high_reach, low_reach) };
-        self.run(other, tx, &rx, reach, scratch)
+        self.blocked.set(index);
+        let Some(rx) = self.receiver(index / 2).filter(|_| self.is_up()) else {
+            // Frames stay in the ring.
+            self.hot.clear(index);
+            return false;
+        };
+        self.reach(|reach| self.run(&tx, &rx, reach, scratch))
     }
 
-    fn run(
-        &self,
-        other: &Nic,
-        tx: &Queue,
-        rx: &Queue,
-        (tx_reach, rx_reach): (Reach<'_>, Reach<'_>),
-        scratch: &mut Scratch,
-    ) -> bool {
+    fn run(&self, tx: &Queue, rx: &Queue, reach: Reach<'_>, scratch: &mut Scratch) -> bool {
         let mut tx_work = tx.lock();
         if tx_work.state != QueueState::Ready {
             self.blocked.clear(tx.index);
@@ -131,44 +87,37 @@ impl Nic {
         }
         let mut rx_work = rx.lock();
         let mut passed = Passed::default();
-        let mut end = self.move_frames(
-            (&mut tx_work, tx_reach),
-            (other, rx, &mut rx_work, rx_reach),
-            &mut passed,
-            scratch,
-        );
-        // Buffers are given to the receiver before the sender gets its own back: the port has the
-        // frame then.
-        other.finish(rx, &mut rx_work, rx_reach, &mut passed.receiver);
-        if passed.received > 0 {
-            other.hush(rx, &mut rx_work, rx_reach);
+        let mut end =
+            self.move_frames(&mut tx_work, (rx, &mut rx_work), reach, &mut passed, scratch);
+        // Buffers are given to the receiver before the sender gets its own back: the frame is its
+        // then.
+        self.finish(rx, &mut rx_work, reach, &mut passed.receiver);
+        if passed.sent > 0 {
+            self.ask_for_no_kicks(rx, &mut rx_work, reach);
         }
         drop(rx_work);
-        self.finish(tx, &mut tx_work, tx_reach, &mut passed.sender);
+        self.finish(tx, &mut tx_work, reach, &mut passed.sender);
         if tx_work.state == QueueState::Error {
             end = End::Empty;
         }
-        self.settle(tx, &mut tx_work, tx_reach, end, passed.sent > 0);
+        self.settle(tx, &mut tx_work, reach, end, passed.sent > 0);
         drop(tx_work);
         self.count(&passed);
-        if passed.received > 0 {
-            stats::add(&other.counters.received, passed.received);
-            other.counters.served(other.clock.now());
-        }
         self.interrupt(passed.sender);
-        other.interrupt(passed.receiver);
+        self.interrupt(passed.receiver);
         passed.sent + passed.dropped > 0
     }
 
     fn move_frames(
         &self,
-        (tx, tx_reach): (&mut Work, Reach<'_>),
-        (other, rx_queue, rx, rx_reach): (&Nic, &Queue, &mut Work, Reach<'_>),
+        tx: &mut Work,
+        (rx_queue, rx): (&Queue, &mut Work),
+        reach: Reach<'_>,
         passed: &mut Passed,
         scratch: &mut Scratch,
     ) -> End {
         for _ in 0..BUDGET {
-            match tx.ring.waiting(tx_reach) {
+            match tx.ring.waiting(reach) {
                 Ok(0) => return End::Empty,
                 Ok(_) => {}
                 Err(error) => return End::Broken(error),
@@ -176,7 +125,7 @@ impl Nic {
             if rx.state != QueueState::Ready {
                 return End::Blocked;
             }
-            let head = match frame::gather(tx, tx_reach, scratch) {
+            let head = match frame::gather(tx, reach, scratch) {
                 Ok(Gathered::Frame { head }) => head,
                 Ok(Gathered::Rubbish { head }) => {
                     tx.counts.invalid_buffers += 1;
@@ -185,12 +134,11 @@ impl Nic {
                 }
                 Err(error) => return End::Broken(error),
             };
-            match other.place(rx, rx_reach, scratch) {
+            match self.place(rx, reach, scratch) {
                 Ok(Placed::Done) => {
                     tx.ring.use_chain(head, 0);
                     tx.counts.received_descriptors += 1;
                     passed.sent += 1;
-                    passed.received += 1;
                 }
                 Ok(Placed::TooSmall) => {
                     rx.counts.invalid_buffers += 1;
@@ -199,14 +147,14 @@ impl Nic {
                 Ok(Placed::NoBuffers) => return End::Blocked,
                 Err(error) => {
                     // Frames before this one have come.
-                    other.finish(rx_queue, rx, rx_reach, &mut passed.receiver);
-                    other.fail(rx_queue, rx, error);
+                    self.finish(rx_queue, rx, reach, &mut passed.receiver);
+                    self.fail(rx_queue, rx, error);
                     return End::Blocked;
                 }
             }
             if tx.ring.is_full_of_used() || rx.ring.is_full_of_used() {
-                other.finish(rx_queue, rx, rx_reach, &mut passed.receiver);
-                if let Err(error) = tx.publish(tx_reach, &mut passed.sender) {
+                self.finish(rx_queue, rx, reach, &mut passed.receiver);
+                if let Err(error) = tx.publish(reach, &mut passed.sender) {
                     return End::Broken(error);
                 }
             }
@@ -232,7 +180,7 @@ impl Nic {
     }
 
     /// A receive queue that has buffers needs no kick for more.
-    fn hush(&self, rx: &Queue, work: &mut Work, reach: Reach<'_>) {
+    fn ask_for_no_kicks(&self, rx: &Queue, work: &mut Work, reach: Reach<'_>) {
         if self.suppress_kicks
             && work.state == QueueState::Ready
             && work.ring.has_waiting()
@@ -292,9 +240,10 @@ impl Nic {
         if work.state != QueueState::Ready {
             return Ok(());
         }
-        let patience = if self.suppress_kicks { self.patience.load(Ordering::Relaxed) } else { 0 };
+        let limit =
+            if self.suppress_kicks { self.vain_looks_max.load(Ordering::Relaxed) } else { 0 };
         work.idle_looks = if worked { 0 } else { work.idle_looks.saturating_add(1) };
-        if patience > 0 && (worked || (self.hot.has(tx.index) && work.idle_looks <= patience)) {
+        if limit > 0 && (worked || (self.hot.has(tx.index) && work.idle_looks <= limit)) {
             work.ring.set_quiet(reach, true)?;
             self.hot.set(tx.index);
             return Ok(());
@@ -315,6 +264,7 @@ impl Nic {
         }
         if passed.sent > 0 {
             stats::add(&self.counters.sent, passed.sent);
+            stats::add(&self.counters.received, passed.sent);
             self.counters.served(self.clock.now());
         }
     }
@@ -322,106 +272,6 @@ impl Nic {
     fn interrupt(&self, vector: Option<u16>) {
         if let Some(vector) = vector {
             self.vectors.fire(vector, &self.counters.interrupts);
-        }
-    }
-
-    fn transmit_to_tap(&self, tap: &Tap, tx: &Queue, scratch: &mut Scratch) -> bool {
-        self.blocked.set(tx.index);
-        let keys = self.keys();
-        let reach = Reach { bus: &*self.bus, keys: &keys };
-        let mut work = tx.lock();
-        if work.state != QueueState::Ready || !self.is_up() {
-            self.hot.clear(tx.index);
-            return false;
-        }
-        let mut passed = Passed::default();
-        let end = Nic::move_to_tap(tap, &mut work, reach, &mut passed, scratch);
-        self.finish(tx, &mut work, reach, &mut passed.sender);
-        self.settle(tx, &mut work, reach, end, passed.sent > 0);
-        drop(work);
-        self.count(&passed);
-        self.interrupt(passed.sender);
-        passed.sent + passed.dropped > 0
-    }
-
-    fn move_to_tap(
-        tap: &Tap,
-        tx: &mut Work,
-        reach: Reach<'_>,
-        passed: &mut Passed,
-        scratch: &mut Scratch,
-    ) -> End {
-        for _ in 0..BUDGET {
-            match tx.ring.waiting(reach) {
-                Ok(0) => return End::Empty,
-                Ok(_) => {}
-                Err(error) => return End::Broken(error),
-            }
-            let head = match frame::gather(tx, reach, scratch) {
-                Ok(Gathered::Frame { head }) => head,
-                Ok(Gathered::Rubbish { head }) => {
-                    tx.counts.invalid_buffers += 1;
-                    take(tx, head, passed);
-                    continue;
-                }
-                Err(error) => return End::Broken(error),
-            };
-            match tap.send(&mut scratch.frame) {
-                Ok(()) => {
-                    tx.ring.use_chain(head, 0);
-                    tx.counts.received_descriptors += 1;
-                    passed.sent += 1;
-                }
-                Err(TapFull) => return End::Blocked,
-            }
-        }
-        End::Budget
-    }
-
-    /// Frames from a tap go to the receive queues by their flow. What finds no buffer waits.
-    fn receive_from(&self, tap: &Tap, scratch: &mut Scratch) -> bool {
-        let mut received = 0;
-        while received < u64::from(BUDGET) && self.is_up() {
-            let Some(flow) = tap.receive(&mut scratch.frame) else { break };
-            if !self.deliver(flow, scratch) {
-                tap.put_back(&scratch.frame, flow);
-                break;
-            }
-            received += 1;
-        }
-        received > 0
-    }
-
-    fn deliver(&self, flow: u16, scratch: &mut Scratch) -> bool {
-        let Some(rx) = self.receiver(flow) else { return false };
-        let keys = self.keys();
-        let reach = Reach { bus: &*self.bus, keys: &keys };
-        let mut work = rx.lock();
-        if work.state != QueueState::Ready {
-            return false;
-        }
-        let placed = self.place(&mut work, reach, scratch);
-        match placed {
-            Ok(Placed::Done) => {
-                let mut fire = None;
-                self.finish(&rx, &mut work, reach, &mut fire);
-                self.hush(&rx, &mut work, reach);
-                drop(work);
-                stats::add(&self.counters.received, 1);
-                self.counters.served(self.clock.now());
-                self.interrupt(fire);
-                true
-            }
-            Ok(Placed::TooSmall) => {
-                work.counts.invalid_buffers += 1;
-                stats::add(&self.counters.dropped, 1);
-                true
-            }
-            Ok(Placed::NoBuffers) => false,
-            Err(error) => {
-                self.fail(&rx, &mut work, error);
-                false
-            }
         }
     }
 }

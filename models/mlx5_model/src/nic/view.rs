@@ -26,22 +26,11 @@ pub(crate) struct LogPlace {
     pub(crate) log_page: u8,
 }
 
-/// Which of a queue's keys an access goes through: rings may have one of their own
-/// (`desc_group_mkey`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Part {
-    /// Descriptors and both rings.
-    Rings,
-    /// Frames.
-    Frames,
-}
-
 /// A queue's way to memory.
 #[derive(Debug)]
 pub(crate) struct View {
     domain: u32,
-    rings: Way,
-    frames: Way,
+    memory: Way,
     log: Option<(LogPlace, Way)>,
     unlogged: Vec<u64>,
     /// Accesses that ended at the null key.
@@ -63,12 +52,11 @@ impl Way {
 }
 
 impl View {
-    /// A view through a key for rings and one for frames.
-    pub(crate) fn new(domain: u32, rings: u32, frames: u32) -> View {
+    /// A view through a key.
+    pub(crate) fn new(domain: u32, key: u32) -> View {
         View {
             domain,
-            rings: Way::new(rings),
-            frames: Way::new(frames),
+            memory: Way::new(key),
             log: None,
             unlogged: Vec::with_capacity(UNLOGGED_MAX),
             null_accesses: 0,
@@ -76,17 +64,9 @@ impl View {
         }
     }
 
-    /// Goes through other keys from now on.
-    pub(crate) fn set_keys(&mut self, rings: u32, frames: u32) {
-        self.rings = Way::new(rings);
-        self.frames = Way::new(frames);
-    }
-
-    fn way(&mut self, part: Part) -> &mut Way {
-        match part {
-            Part::Rings => &mut self.rings,
-            Part::Frames => &mut self.frames,
-        }
+    /// Goes through another key from now on.
+    pub(crate) fn set_key(&mut self, key: u32) {
+        self.memory = Way::new(key);
     }
 
     /// Logs to another place from now on, or not at all. What was written before is logged already.
@@ -98,13 +78,13 @@ impl View {
     pub(crate) fn read(
         &mut self,
         reach: Reach<'_>,
-        (part, at): (Part, u64),
+        at: u64,
         into: &mut [u8],
     ) -> Result<(), AccessError> {
         let (mut at, mut rest) = (at, into);
         while !rest.is_empty() {
             let domain = self.domain;
-            let way = self.way(part);
+            let way = &mut self.memory;
             let (bytes, bus) = way.cache.find(reach.keys, (way.key, domain), at, false)?;
             let (now, later) = split(rest, bytes);
             match bus {
@@ -126,13 +106,13 @@ impl View {
     pub(crate) fn write(
         &mut self,
         reach: Reach<'_>,
-        (part, at): (Part, u64),
+        at: u64,
         from: &[u8],
     ) -> Result<(), AccessError> {
         let (mut at, mut rest) = (at, from);
         while !rest.is_empty() {
             let domain = self.domain;
-            let way = self.way(part);
+            let way = &mut self.memory;
             let (bytes, bus) = way.cache.find(reach.keys, (way.key, domain), at, true)?;
             let length = usize::try_from(bytes).unwrap_or(usize::MAX).min(rest.len());
             let (now, later) = rest.split_at(length);

@@ -260,12 +260,6 @@ impl Guest {
         count
     }
 
-    /// Frames that this guest has sent and another one has not received.
-    pub fn missing_at(&self, other: &Guest) -> u32 {
-        let pairs = self.pairs.iter().zip(&other.pairs);
-        pairs.map(|(from, to)| from.sent - to.received).sum()
-    }
-
     pub fn missing(&self) -> u32 {
         self.pairs.iter().map(|pair| pair.sent - pair.received).sum()
     }
