@@ -1,8 +1,7 @@
 //! What a device says that it can: the capability registers that Linux shows in sysfs
-//! (`version`, `gen_cap`, `op_cap`).
+//! (`version`, `op_cap`).
 
 use crate::Opcode;
-use bitfield_struct::bitfield;
 
 /// The VERSION register: `0x100` for Sapphire Rapids, `0x200` for the generation after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -13,60 +12,6 @@ impl Version {
     pub const V1: Version = Version(0x100);
     /// Version 2.
     pub const V2: Version = Version(0x200);
-}
-
-/// GENCAP, at 0x10 of the device's registers (DSA specification, General Capabilities Register).
-#[bitfield(u64)]
-#[derive(PartialEq, Eq)]
-pub struct GeneralCapability {
-    /// Descriptors may block on page faults.
-    pub block_on_fault: bool,
-    /// Copies may overlap.
-    pub overlapping_copy: bool,
-    /// Writes may be steered to memory.
-    pub cache_control_memory: bool,
-    /// Cache flushes may leave the line in the cache.
-    pub cache_control_flush: bool,
-    /// The command capability register exists.
-    pub command_capability: bool,
-    #[bits(3)]
-    _reserved: u8,
-    /// Destinations may be read back.
-    pub destination_readback: bool,
-    /// A drain may read back.
-    pub drain_readback: bool,
-    #[bits(3)]
-    _reserved: u8,
-    /// Event log: 0 for none.
-    #[bits(2)]
-    pub event_log: u8,
-    /// A batch goes on after a page fault in one of its descriptors.
-    pub batch_continuation: bool,
-    /// Largest transfer is 2 to the power of this, in bytes.
-    #[bits(5)]
-    pub transfer_shift_max: u8,
-    /// Largest batch is 2 to the power of this, in descriptors.
-    #[bits(4)]
-    pub batch_shift_max: u8,
-    /// Interrupt message storage entries, in units of 256.
-    #[bits(6)]
-    pub interrupt_storage: u8,
-    /// The configuration may be changed.
-    pub configurable: bool,
-    #[bits(32)]
-    _reserved: u32,
-}
-
-impl GeneralCapability {
-    /// Largest transfer of any work queue, in bytes.
-    pub const fn transfer_bytes_max(self) -> u64 {
-        1 << self.transfer_shift_max()
-    }
-
-    /// Largest batch of any work queue, in descriptors.
-    pub const fn batch_max(self) -> u32 {
-        1 << self.batch_shift_max()
-    }
 }
 
 /// OPCAP: which of 256 operations a device has, or OPCFG: which a work queue may do.
@@ -142,28 +87,5 @@ mod tests {
         for text in ["", "x", "1,2,3,4,5,6,7,8,9", "0 0 0 0 0", "123456789", "1,", "+1", "0x0x1"] {
             assert_eq!(OperationCapability::parse(text), None, "{text:?}");
         }
-    }
-
-    #[test]
-    fn general_capabilities_have_the_bits_of_the_register() {
-        // Typed by hand: block on fault, overlapping copy, cache controls, command capability;
-        // destination and drain readback; 2^31 bytes; 2^10 descriptors; one unit of storage;
-        // configurable.
-        let bits = 0x1f | 1 << 8 | 1 << 9 | 31 << 16 | 10 << 21 | 1 << 25 | 1 << 31_u64;
-        let capability = GeneralCapability::from_bits(bits);
-        assert!(capability.block_on_fault() && capability.command_capability());
-        assert!(capability.destination_readback() && capability.drain_readback());
-        assert!(!capability.batch_continuation() && capability.event_log() == 0);
-        assert_eq!(capability.transfer_bytes_max(), 2 << 30);
-        assert_eq!(capability.batch_max(), 1024);
-        assert!(capability.configurable());
-        assert!(capability.interrupt_storage() == 1);
-    }
-
-    #[test]
-    fn an_operation_set_knows_its_members() {
-        let set = OperationCapability::of(&[Opcode::NOOP, Opcode::BATCH, Opcode(0xff)]);
-        assert_eq!(set.words(), [3, 0, 0, 1 << 63]);
-        assert!(set.has(Opcode(0xff)) && !set.has(Opcode::COMPVAL));
     }
 }

@@ -16,7 +16,7 @@ mod completion;
 mod descriptor;
 mod flags;
 
-pub use capability::{GeneralCapability, OperationCapability, Version};
+pub use capability::{OperationCapability, Version};
 pub use codes::{Opcode, Status};
 pub use completion::{COMPLETION_BYTES, CompletionRecord};
 pub use descriptor::{DESCRIPTOR_BYTES, Descriptor, INTERRUPT_HANDLE_NONE};

@@ -3,7 +3,7 @@
 
 use crate::FindError;
 use crate::queue::QueueLimits;
-use martlet_dsa_abi::{GeneralCapability, Opcode, OperationCapability, Version};
+use martlet_dsa_abi::{Opcode, OperationCapability, Version};
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -35,7 +35,7 @@ impl FromStr for QueueName {
     type Err = ();
 
     fn from_str(text: &str) -> Result<QueueName, ()> {
-        let (device, queue) = numbers(text, "wq").ok_or(())?;
+        let (device, queue) = numbers_of(text).ok_or(())?;
         Ok(QueueName { device, queue })
     }
 }
@@ -47,8 +47,8 @@ impl fmt::Display for QueueName {
 }
 
 /// The numbers of a name like `wq4.0`.
-fn numbers(name: &str, prefix: &str) -> Option<(u16, u16)> {
-    let (one, two) = name.strip_prefix(prefix)?.split_once('.')?;
+fn numbers_of(name: &str) -> Option<(u16, u16)> {
+    let (one, two) = name.strip_prefix("wq")?.split_once('.')?;
     Some((number(one)?, number(two)?))
 }
 
@@ -80,39 +80,12 @@ pub struct Queue {
     pub enabled: bool,
     /// Its entries.
     pub size: u32,
-    /// Entries that users may fill.
-    pub threshold: Option<u32>,
-    /// Its share of its group's engines, 1 to 15.
-    pub priority: Option<u32>,
-    /// Its group.
-    pub group: Option<u16>,
     /// Most descriptors in a batch. The kernel's default is 32, whatever the device can.
     pub batch_max: Option<u32>,
     /// Most bytes of a transfer. The kernel's default is 2 MiB.
     pub transfer_bytes_max: Option<u64>,
-    /// Whether descriptors may wait for missing pages.
-    pub block_on_fault: Option<bool>,
-    /// Whether its device may not ask for translations.
-    pub ats_disabled: Option<bool>,
-    /// Whether its device may not ask for pages.
-    pub prs_disabled: Option<bool>,
     /// What it may do; `None` on kernels that don't limit it.
     pub operations: Option<OperationCapability>,
-    /// Entries that are taken now, where the device tells.
-    pub occupancy: Option<u32>,
-    /// How often the kernel tries for `write`.
-    pub enqcmds_retries: Option<u32>,
-    /// Who has it open.
-    pub clients: Option<u32>,
-}
-
-/// What a host says of a group.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
-    /// Its number.
-    pub number: u16,
-    /// How many engines it has.
-    pub engines: usize,
 }
 
 /// What a host says of a device.
@@ -129,34 +102,12 @@ pub struct Device {
     pub pasid: bool,
     /// Whether it is enabled.
     pub enabled: bool,
-    /// General capabilities.
-    pub general: Option<GeneralCapability>,
     /// Operations.
     pub operations: Option<OperationCapability>,
     /// Most descriptors in a batch of any queue.
     pub batch_max: Option<u32>,
     /// Most bytes of a transfer of any queue.
     pub transfer_bytes_max: Option<u64>,
-    /// Entries of all queues together.
-    pub entries_max: Option<u32>,
-    /// Engines.
-    pub engines_max: Option<u32>,
-    /// Groups.
-    pub groups_max: Option<u32>,
-    /// Queues.
-    pub queues_max: Option<u32>,
-    /// Read buffers.
-    pub read_buffers_max: Option<u32>,
-    /// Size of the event log.
-    pub event_log_size: Option<u32>,
-    /// How many have it open.
-    pub clients: Option<u32>,
-    /// The last administrative command's error, 0 for none.
-    pub command_status: Option<String>,
-    /// The software error register, as text.
-    pub errors: Option<String>,
-    /// Its groups, by number.
-    pub groups: Vec<Group>,
     /// Its queues, by number.
     pub queues: Vec<Queue>,
 }
@@ -169,19 +120,14 @@ pub fn find(devices: &Path) -> Result<Vec<Device>, FindError> {
     let mut found: Vec<Device> = numbers.map(|number| device(devices, number)).collect();
     found.sort_unstable_by_key(|device| device.number);
     for device in &mut found {
-        let own = |prefix: &str| {
-            let own = names.iter().filter_map(|name| self::numbers(name, prefix));
-            let mut own: Vec<u16> =
-                own.filter(|(of, _)| *of == device.number).map(|(_, number)| number).collect();
-            own.sort_unstable();
-            own
-        };
-        let (queues, groups) = (own("wq"), own("group"));
-        device.queues = queues
+        let own = names.iter().filter_map(|name| numbers_of(name));
+        let mut own: Vec<u16> =
+            own.filter(|(of, _)| *of == device.number).map(|(_, number)| number).collect();
+        own.sort_unstable();
+        device.queues = own
             .into_iter()
             .map(|number| queue(devices, QueueName { device: device.number, queue: number }))
             .collect();
-        device.groups = groups.into_iter().map(|n| group(devices, device.number, n)).collect();
     }
     Ok(found)
 }
@@ -234,10 +180,6 @@ impl Attributes<'_> {
         T::try_from(value.ok()?).ok()
     }
 
-    fn flag(&self, name: &str) -> Option<bool> {
-        self.number::<u64>(name).map(|value| value != 0)
-    }
-
     fn is(&self, name: &str, value: &str) -> bool {
         self.text(name).is_some_and(|text| text == value)
     }
@@ -254,22 +196,11 @@ fn device(devices: &Path, number: u16) -> Device {
         version: read.number("version").map(Version),
         // The node of a host with one is -1.
         node: read.number("numa_node"),
-        pasid: read.flag("pasid_enabled").unwrap_or(false),
+        pasid: read.is("pasid_enabled", "1"),
         enabled: read.is("state", "enabled"),
-        general: read.number("gen_cap").map(GeneralCapability::from_bits),
         operations: read.operations("op_cap"),
         batch_max: read.number("max_batch_size"),
         transfer_bytes_max: read.number("max_transfer_size"),
-        entries_max: read.number("max_work_queues_size"),
-        engines_max: read.number("max_engines"),
-        groups_max: read.number("max_groups"),
-        queues_max: read.number("max_work_queues"),
-        read_buffers_max: read.number("max_read_buffers"),
-        event_log_size: read.number("event_log_size"),
-        clients: read.number("clients"),
-        command_status: read.text("cmd_status"),
-        errors: read.text("errors"),
-        groups: Vec::new(),
         queues: Vec::new(),
     }
 }
@@ -290,26 +221,10 @@ fn queue(devices: &Path, name: QueueName) -> Queue {
             && driver.is_none_or(|driver| driver.is_empty() || driver == "user"),
         enabled: read.is("state", "enabled"),
         size: read.number("size").unwrap_or(0),
-        threshold: read.number("threshold"),
-        priority: read.number("priority"),
-        // A queue without a group says -1.
-        group: read.number("group_id"),
         batch_max: read.number("max_batch_size"),
         transfer_bytes_max: read.number("max_transfer_size"),
-        block_on_fault: read.flag("block_on_fault"),
-        ats_disabled: read.flag("ats_disable"),
-        prs_disabled: read.flag("prs_disable"),
         operations: read.operations("op_config"),
-        occupancy: read.number("occupancy"),
-        enqcmds_retries: read.number("enqcmds_retries"),
-        clients: read.number("clients"),
     }
-}
-
-fn group(devices: &Path, device: u16, number: u16) -> Group {
-    let read = Attributes(devices, format!("group{device}.{number}"));
-    let engines = read.text("engines").map_or(0, |engines| engines.split_whitespace().count());
-    Group { number, engines }
 }
 
 /// Batches of a queue that says nothing: the kernel's default.

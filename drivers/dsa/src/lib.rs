@@ -42,8 +42,8 @@ mod zero;
 
 pub use cpu::CpuCheck;
 pub use error::{FindError, OpenError};
-pub use find::{Device, Group, Mode, Queue, QueueName, find, find_queue};
-pub use gate::{Ask, Gate, Grant, Latency, OpenGate, Outcome};
+pub use find::{Device, Mode, Queue, QueueName, find, find_queue};
+pub use gate::{Ask, Gate, Grant, Latency, Outcome};
 pub use instructions::Instructions;
 pub use memory::{PageRun, SharedMemory};
 pub use open::{Opened, Submitter, open};

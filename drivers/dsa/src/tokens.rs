@@ -139,25 +139,10 @@ impl Tokens {
     /// From that moment on they count no more, even if nobody has looked whether they are done: a
     /// channel that is busy sending keeps no device busy. Devices beyond the file's are not counted.
     pub fn publish(&self, device: u16, pages: u32, until: Instant) {
-        self.update(device, |_| Lane { pages, until: Some(micros(until)) });
-    }
-
-    /// Pages went out to a device, and count until they are [taken off](Tokens::sub).
-    pub fn add(&self, device: u16, pages: u32) {
-        self.update(device, |lane| Lane { pages: lane.pages.saturating_add(pages), until: None });
-    }
-
-    /// They came back.
-    pub fn sub(&self, device: u16, pages: u32) {
-        self.update(device, |lane| Lane { pages: lane.pages.saturating_sub(pages), ..lane });
-    }
-
-    fn update(&self, device: u16, change: impl Fn(Lane) -> Lane) {
-        let Some(count) = self.count(device, self.lane) else { return };
-        // Relaxed, here and below: a count that others read as advice.
-        let change = |word| Some(change(Lane::of(word)).to_word());
-        let changed = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
-        assert!(changed.is_ok(), "a change is never refused");
+        if let Some(count) = self.count(device, self.lane) {
+            // Relaxed, here and below: a count that others read as advice.
+            count.store(Lane { pages, until: micros(until) }.to_word(), Ordering::Relaxed);
+        }
     }
 
     /// Pages that other processes have outstanding on a device. Looks after lanes of the dead now and
@@ -170,19 +155,15 @@ impl Tokens {
         pages.map(u64::from).sum()
     }
 
-    /// Takes the lanes of dead processes out of the sum; how many there were.
-    pub fn sweep(&self) -> usize {
-        let others = (0..self.used()).filter(|lane| *lane != self.lane);
-        let swept = others.filter(|lane| {
-            let in_use = self.counts(*lane).any(|count| count.load(Ordering::Relaxed) != 0);
-            if !in_use || !matches!(try_lock(&self.file, lane_lock(*lane)), Ok(true)) {
-                return false;
+    /// Takes the lanes of dead processes out of the sum.
+    fn sweep(&self) {
+        for lane in (0..self.used()).filter(|lane| *lane != self.lane) {
+            let in_use = self.counts(lane).any(|count| count.load(Ordering::Relaxed) != 0);
+            if in_use && matches!(try_lock(&self.file, lane_lock(lane)), Ok(true)) {
+                self.clear(lane);
+                unlock(&self.file, lane_lock(lane));
             }
-            self.clear(*lane);
-            unlock(&self.file, lane_lock(*lane));
-            true
-        });
-        swept.count()
+        }
     }
 
     fn sweep_if_due(&self, now: Instant) {
@@ -265,32 +246,31 @@ impl fmt::Debug for Tokens {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lane {
     pages: u32,
-    /// When they stop to count, in microseconds of the host's clock; `None` for never by itself.
-    until: Option<u32>,
+    /// When they stop to count, in microseconds of the host's clock.
+    until: u32,
 }
 
 impl Lane {
     fn of(word: u64) -> Lane {
         let [a, b, c, d, e, f, g, h] = word.to_le_bytes();
-        let until = u32::from_le_bytes([e, f, g, h]);
-        Lane { pages: u32::from_le_bytes([a, b, c, d]), until: (until != 0).then_some(until) }
+        Lane { pages: u32::from_le_bytes([a, b, c, d]), until: u32::from_le_bytes([e, f, g, h]) }
     }
 
     fn to_word(self) -> u64 {
-        u64::from(self.pages) | u64::from(self.until.unwrap_or(0)) << 32
+        u64::from(self.pages) | u64::from(self.until) << 32
     }
 
     fn pages_at(self, now: Instant) -> u32 {
         // The clock's low bits: what is less than half of their range ahead is yet to come.
-        let is_over = |until: u32| until.wrapping_sub(micros(now)) > u32::MAX / 2;
-        if self.until.is_some_and(is_over) { 0 } else { self.pages }
+        let is_over = self.until.wrapping_sub(micros(now)) > u32::MAX / 2;
+        if is_over { 0 } else { self.pages }
     }
 }
 
-/// Microseconds of the host's clock, rounded up, in 32 bits: they wrap after 71 minutes. Never 0.
+/// Microseconds of the host's clock, rounded up, in 32 bits: they wrap after 71 minutes.
 fn micros(at: Instant) -> u32 {
     let [a, b, c, d, ..] = at.0.div_ceil(1000).to_le_bytes();
-    u32::from_le_bytes([a, b, c, d]).max(1)
+    u32::from_le_bytes([a, b, c, d])
 }
 
 fn lane_lock(lane: usize) -> i64 {

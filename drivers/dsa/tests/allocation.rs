@@ -4,9 +4,9 @@
 
 mod bench;
 
-use bench::{Bench, Setup, fill_some};
+use bench::{Bench, OpenGate, Setup, fill_some};
 use martlet_device_io::{DESCRIPTOR_BYTES, Portal, Submission};
-use martlet_dsa::{OpenGate, WorkQueue, ZeroEngine};
+use martlet_dsa::{WorkQueue, ZeroEngine};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;

@@ -1,13 +1,9 @@
-//! Discovery, on made-up trees and on the one that the model writes.
+//! Discovery, on made-up trees.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use martlet_dsa::{Mode, OpenError, QueueLimits, QueueName, find, find_queue, open};
 use martlet_dsa_abi::{Opcode, Version};
-use martlet_dsa_model::{DeviceConfig, DsaModel, Faults, QueueConfig};
-use martlet_soft_bus::{Addressing, SoftBus, SoftClock};
-use martlet_units::Instant;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// A directory of this test's own, empty.
 fn directory(name: &str) -> PathBuf {
@@ -36,22 +32,9 @@ fn sapphire_rapids(root: &Path) {
             ("numa_node", "1"),
             ("pasid_enabled", "1"),
             ("state", "enabled"),
-            ("gen_cap", "0x40915f010f"),
             ("op_cap", operations),
             ("max_batch_size", "1024"),
             ("max_transfer_size", "2147483648"),
-            ("max_work_queues_size", "128"),
-            ("max_engines", "4"),
-            ("max_groups", "4"),
-            ("max_work_queues", "8"),
-            ("max_read_buffers", "96"),
-            ("clients", "0"),
-            ("cmd_status", "0"),
-            ("event_log_size", "64"),
-            (
-                "errors",
-                "0x0000000000000000 0x0000000000000000 0x0000000000000000 0x0000000000000000",
-            ),
         ],
     );
     put(
@@ -63,18 +46,9 @@ fn sapphire_rapids(root: &Path) {
             ("driver_name", "user"),
             ("state", "enabled"),
             ("size", "16"),
-            ("threshold", "15"),
-            ("priority", "10"),
-            ("group_id", "0"),
             ("max_batch_size", "32"),
             ("max_transfer_size", "2097152"),
-            ("block_on_fault", "0"),
-            ("ats_disable", "0"),
-            ("prs_disable", "1"),
             ("op_config", operations),
-            ("enqcmds_retries", "64"),
-            ("clients", "3"),
-            ("occupancy", "5"),
         ],
     );
     put(
@@ -85,8 +59,6 @@ fn sapphire_rapids(root: &Path) {
             ("type", "user"),
             ("state", "enabled"),
             ("size", "8"),
-            ("threshold", "0"),
-            ("group_id", "-1"),
             ("max_batch_size", "64"),
             ("max_transfer_size", "4096"),
         ],
@@ -110,27 +82,14 @@ fn a_hosts_devices_are_read_as_linux_shows_them() {
     assert_eq!((device.number, device.version, device.node), (2, Some(Version::V1), Some(1)));
     assert!(device.pasid && device.enabled);
     assert_eq!((device.batch_max, device.transfer_bytes_max), (Some(1024), Some(2 << 30)));
-    assert_eq!(
-        (device.entries_max, device.engines_max, device.groups_max),
-        (Some(128), Some(4), Some(4))
-    );
-    assert_eq!((device.queues_max, device.read_buffers_max), (Some(8), Some(96)));
     assert!(device.operations.unwrap().has(Opcode::COMPVAL));
-    assert!(device.general.unwrap().block_on_fault());
-    assert_eq!(device.groups.len(), 1);
-    assert_eq!(device.groups[0].engines, 2);
     let names: Vec<String> = device.queues.iter().map(|queue| queue.name.to_string()).collect();
     assert_eq!(names, ["wq2.0", "wq2.3", "wq2.10"]);
     let queue = &device.queues[0];
-    assert_eq!((queue.mode, queue.size, queue.threshold), (Some(Mode::Shared), 16, Some(15)));
-    assert_eq!((queue.priority, queue.group, queue.occupancy), (Some(10), Some(0), Some(5)));
-    assert_eq!((queue.prs_disabled, queue.ats_disabled), (Some(true), Some(false)));
-    assert_eq!((queue.block_on_fault, queue.clients), (Some(false), Some(3)));
-    assert_eq!(queue.enqcmds_retries, Some(64));
+    assert_eq!((queue.mode, queue.size), (Some(Mode::Shared), 16));
     assert_eq!(device.obstacle(queue), None);
     assert_eq!(device.obstacle(&device.queues[1]), Some("it is not enabled"));
-    // A queue without a group, on a kernel without `driver_name`.
-    assert_eq!(device.queues[2].group, None);
+    // On a kernel without `driver_name`.
     assert_eq!(device.obstacle(&device.queues[2]), None);
 }
 
@@ -169,7 +128,6 @@ fn nonsense_is_no_device_and_no_number() {
             ("max_batch_size", &long),
             ("op_cap", ",,"),
             ("pasid_enabled", ""),
-            ("gen_cap", "0xfffffffffffffffff"),
         ],
     );
     put(&root, "wq0.0", &[("mode", "both"), ("size", "-5"), ("state", "enabled")]);
@@ -180,31 +138,11 @@ fn nonsense_is_no_device_and_no_number() {
     let devices = find(&root).unwrap();
     let [device] = &devices[..] else { panic!("{devices:?}") };
     assert_eq!((device.version, device.node, device.batch_max), (None, None, None));
-    assert_eq!((device.operations, device.general, device.pasid), (None, None, false));
+    assert_eq!((device.operations, device.pasid), (None, false));
     assert_eq!((device.queues[0].mode, device.queues[0].size), (None, 0));
     assert!(device.obstacle(&device.queues[0]).is_some());
     assert_eq!(QueueName::of_path(Path::new("/dev/dsa/wq4.0")).unwrap().to_string(), "wq4.0");
     assert_eq!(QueueName::of_path(Path::new("/dev/dsa/wq4")), None);
-}
-
-#[test]
-fn the_models_tree_is_read() {
-    let root = directory("model");
-    let queues = vec![QueueConfig::shared(64), QueueConfig::dedicated(32)];
-    let config = DeviceConfig { number: 3, queues, ..DeviceConfig::sapphire_rapids() };
-    let clock = Arc::new(SoftClock::virtual_from(Instant(0)));
-    let bus = SoftBus::new(Addressing::Process);
-    let model = DsaModel::new(config, bus, clock, Faults::default()).unwrap();
-    model.write_sysfs(&root).unwrap();
-    let devices = find(&root).unwrap();
-    let [device] = &devices[..] else { panic!("{devices:?}") };
-    assert_eq!((device.number, device.version), (3, Some(Version::V1)));
-    assert_eq!(device.groups.iter().map(|group| group.engines).sum::<usize>(), 4);
-    let [shared, dedicated] = &device.queues[..] else { panic!("{device:?}") };
-    assert_eq!((shared.mode, dedicated.mode), (Some(Mode::Shared), Some(Mode::Dedicated)));
-    assert_eq!((device.obstacle(shared), device.obstacle(dedicated)), (None, None));
-    assert_eq!(device.limits(shared, false).batch_max, 32);
-    assert_eq!(device.limits(dedicated, false).credits, Some(32));
 }
 
 #[test]

@@ -3,9 +3,9 @@
 
 mod bench;
 
-use bench::{Guest, PAGE, PlainCheck};
+use bench::{Guest, OpenGate, PAGE, PlainCheck};
 use martlet_dsa::{
-    EngineConfig, Instructions, OpenGate, ProcessMemory, SharedMemory, Submitter, ZeroEngine, open,
+    EngineConfig, Instructions, ProcessMemory, SharedMemory, Submitter, ZeroEngine, open,
 };
 use martlet_dsa_abi::{Descriptor, Flags, Opcode};
 use std::path::{Path, PathBuf};

@@ -4,10 +4,10 @@
 
 mod bench;
 
-use bench::{Guest, PlainCheck};
+use bench::{Guest, OpenGate, PlainCheck};
 use martlet_device_io::{BusAddress, BusMemory, DESCRIPTOR_BYTES, Portal, Submission};
 use martlet_dsa::{
-    CompletionWait, EngineConfig, Gate, OpenGate, QueueLimits, SharedMemory, StatusByte, WorkQueue,
+    CompletionWait, EngineConfig, Gate, QueueLimits, SharedMemory, StatusByte, WorkQueue,
     ZeroEngine,
 };
 use martlet_dsa_abi::{Descriptor, Opcode};

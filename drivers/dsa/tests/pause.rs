@@ -3,8 +3,8 @@
 
 mod bench;
 
-use bench::{Bench, PlainCheck, Setup};
-use martlet_dsa::{Ask, Gate, Grant, OpenGate, Outcome, ZeroEngine};
+use bench::{Bench, OpenGate, PlainCheck, Setup};
+use martlet_dsa::{Ask, Gate, Grant, Outcome, ZeroEngine};
 use martlet_units::Instant;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

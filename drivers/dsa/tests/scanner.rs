@@ -139,7 +139,7 @@ fn a_dedicated_queue_never_overflows() {
 /// Without batches only runs are worth a submission; scattered content is the CPU's.
 #[test]
 fn the_device_file_of_a_version_1_device_gets_ranges() {
-    let bench = Bench::new(Setup { through_file: true, ..Setup::default() });
+    let bench = Bench::new(Setup { singly: true, ..Setup::default() });
     let mut engine = bench.engine_with(EngineConfig::default());
     (0..4).for_each(|_| bench.assert_right(&mut engine, 0, 512));
     let counters = bench.model().counters();
@@ -215,7 +215,7 @@ fn setups() -> impl Strategy<Value = Setup> {
     ]);
     let version = prop::sample::select(vec![Version::V1, Version::V2]);
     (prop::collection::vec(queue, 1..3), addressing, any::<(bool, bool)>(), version, 1_u32..200)
-        .prop_map(|(queues, addressing, (through_file, instant), version, batch_pages)| {
+        .prop_map(|(queues, addressing, (singly, instant), version, batch_pages)| {
             let timing = if instant { Timing::instant() } else { Timing::sapphire_rapids() };
             let engines = vec![0, 0];
             let config = DeviceConfig::sapphire_rapids();
@@ -223,7 +223,7 @@ fn setups() -> impl Strategy<Value = Setup> {
             let engine =
                 EngineConfig { offload_pages_min: 1, batch_pages, ..EngineConfig::default() };
             let devices = vec![device];
-            Setup { devices, addressing, through_file, pages: 200, tries: 3, engine }
+            Setup { devices, addressing, singly, pages: 200, tries: 3, engine }
         })
 }
 

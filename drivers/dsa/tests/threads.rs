@@ -3,11 +3,10 @@
 
 mod bench;
 
-use bench::{Guest, PlainCheck, fill_some};
+use bench::{Guest, OpenGate, PlainCheck, fill_some};
 use martlet_device_io::Portal;
 use martlet_dsa::{
-    CompletionWait, EngineConfig, OpenGate, QueueLimits, SeatWait, SharedMemory, WorkQueue,
-    ZeroEngine,
+    CompletionWait, EngineConfig, QueueLimits, SeatWait, SharedMemory, WorkQueue, ZeroEngine,
 };
 use martlet_dsa_model::{DeviceConfig, DsaModel, Fault, FaultPoint, Faults, QueueConfig};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};

@@ -66,7 +66,7 @@ pub(crate) fn check(
     if !rules.operations.has(opcode) || nested {
         return refuse(Status::BAD_OPCODE);
     }
-    check_flags(descriptor, place, rules)?;
+    check_flags(descriptor)?;
     if !reserved_are_zero(descriptor) {
         return refuse(Status::RESERVED_NOT_ZERO);
     }
@@ -84,20 +84,9 @@ pub(crate) fn check(
     check_size(descriptor, rules).or_else(refuse)
 }
 
-fn check_flags(
-    descriptor: &Descriptor,
-    place: Place,
-    rules: Rules<'_>,
-) -> Result<(), CompletionRecord> {
+fn check_flags(descriptor: &Descriptor) -> Result<(), CompletionRecord> {
     let flags = descriptor.flags();
-    let mut allowed = COMMON | own_flags(descriptor.opcode());
-    if place == Place::Batch {
-        allowed = allowed | Flags::FENCE;
-    }
-    if rules.queue.block_on_fault {
-        allowed = allowed | Flags::BLOCK_ON_FAULT;
-    }
-    let mut invalid = flags.without(allowed);
+    let mut invalid = flags.without(COMMON | own_flags(descriptor.opcode()));
     if !flags.contains(Flags::COMPLETION_VALID) && flags.contains(Flags::REQUEST_COMPLETION) {
         invalid = invalid | Flags::REQUEST_COMPLETION;
     }

@@ -6,8 +6,6 @@ use martlet_dsa_abi::{DEVICE_ENTRIES, OperationCapability, Version};
 /// Engines, groups and work queues of a device (Sapphire Rapids: 4, 4 and 8).
 pub const ENGINES_MAX: usize = 4;
 /// See [`ENGINES_MAX`].
-pub(crate) const GROUPS_MAX: usize = 4;
-/// See [`ENGINES_MAX`].
 pub(crate) const QUEUES_MAX: usize = 8;
 /// Largest batch of a device, in descriptors.
 pub(crate) const BATCH_MAX: u32 = 1024;
@@ -40,8 +38,6 @@ pub struct QueueConfig {
     pub batch_max: u32,
     /// Most bytes of a transfer.
     pub transfer_bytes_max: u64,
-    /// Whether descriptors may ask to wait for missing pages.
-    pub block_on_fault: bool,
 }
 
 impl QueueConfig {
@@ -57,7 +53,6 @@ impl QueueConfig {
             group: 0,
             batch_max: 32,
             transfer_bytes_max: 2 << 20,
-            block_on_fault: false,
         }
     }
 
@@ -74,16 +69,12 @@ pub struct DeviceConfig {
     pub number: u16,
     /// Its version.
     pub version: Version,
-    /// Which NUMA node it is attached to.
-    pub numa_node: i32,
     /// The group of each engine.
     pub engines: Vec<u8>,
     /// The work queues, in order.
     pub queues: Vec<QueueConfig>,
     /// What the device can do.
     pub operations: OperationCapability,
-    /// Whether process address spaces are on (`pasid_enabled`).
-    pub pasid: bool,
     /// How long things take.
     pub timing: Timing,
 }
@@ -138,11 +129,9 @@ impl DeviceConfig {
         DeviceConfig {
             number: 0,
             version: Version::V1,
-            numa_node: 0,
             engines: vec![0; ENGINES_MAX],
             queues: vec![QueueConfig::shared(DEVICE_ENTRIES)],
             operations: OperationCapability::of(&crate::OPERATIONS),
-            pasid: true,
             timing: Timing::sapphire_rapids(),
         }
     }

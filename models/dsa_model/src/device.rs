@@ -1,11 +1,9 @@
 //! The device as a whole.
 
 use crate::state::{Life, State, Waiting};
-use crate::{
-    ConfigError, Counters, DeviceConfig, Fault, FaultPoint, Faults, Mode, QueueFile, QueuePortal,
-};
+use crate::{ConfigError, Counters, DeviceConfig, Fault, FaultPoint, Faults, Mode, QueuePortal};
 use martlet_device_io::{BusAddress, BusMemory, DESCRIPTOR_BYTES, Submission};
-use martlet_dsa_abi::{Descriptor, Opcode, Version};
+use martlet_dsa_abi::Descriptor;
 use martlet_soft_bus::{SoftClock, Turn};
 use martlet_units::Instant;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,19 +39,12 @@ impl DsaModel {
         Some(QueuePortal::new(Arc::clone(self), queue))
     }
 
-    /// The device file of a work queue, for processes that may not map its portal.
-    pub fn file(self: &Arc<DsaModel>, queue: usize) -> Option<QueueFile> {
-        self.lock().queues.get(queue)?;
-        Some(QueueFile::new(Arc::clone(self), queue))
-    }
-
     /// Plans other faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.lock().faults = faults;
     }
 
-    /// Takes pages away: accesses fault, until [`DsaModel::show`] or until a descriptor that blocks
-    /// on faults has waited for them.
+    /// Takes pages away: accesses fault, until [`DsaModel::show`].
     pub fn hide(&self, at: BusAddress, bytes: u64) {
         self.lock().absent.hide(at.0, bytes);
     }
@@ -96,14 +87,6 @@ impl DsaModel {
         let result = state.take(queue, Descriptor::from_bytes(bytes));
         state.turn(self.clock.now(), &*self.bus);
         result
-    }
-
-    /// What the kernel asks before it submits for a process that writes to the device file.
-    pub(crate) fn file_refuses(&self, descriptor: &Descriptor) -> bool {
-        // idxd_submit_user_descriptor in drivers/dma/idxd/cdev.c.
-        let version = self.lock().config.version;
-        let is_batch = descriptor.opcode() == Opcode::BATCH;
-        (is_batch && version < Version::V2) || !crate::check::has_record(descriptor)
     }
 }
 

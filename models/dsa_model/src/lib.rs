@@ -24,14 +24,12 @@ mod operations;
 mod portal;
 mod schedule;
 mod state;
-mod sysfs;
 mod timing;
 
 pub use config::{ConfigError, DeviceConfig, ENGINES_MAX, Mode, QueueConfig};
 pub use device::DsaModel;
 pub use faults::{Fault, FaultPoint, Faults};
 pub use operations::OPERATIONS;
-pub use portal::{QueueFile, QueuePortal};
+pub use portal::QueuePortal;
 pub use state::Counters;
-pub use sysfs::SysfsFile;
 pub use timing::Timing;

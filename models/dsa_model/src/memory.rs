@@ -37,10 +37,9 @@ impl Absent {
         self.0.contains(&page)
     }
 
-    /// Which pages of these bytes are away.
-    pub(crate) fn missing(&self, at: u64, bytes: u64) -> usize {
-        let Some((first, last)) = span(at, bytes) else { return 0 };
-        self.0.range(first..=last).count()
+    /// Whether pages of these bytes are away.
+    pub(crate) fn has_any(&self, at: u64, bytes: u64) -> bool {
+        span(at, bytes).is_some_and(|(first, last)| self.0.range(first..=last).next().is_some())
     }
 }
 

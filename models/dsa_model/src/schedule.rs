@@ -7,7 +7,7 @@ use crate::operations::fabric_bytes;
 use crate::state::{Batch, Drain, Ending, Land, Life, Operation, Owner, State, Todo, Waiting};
 use crate::timing::ps;
 use martlet_device_io::BusMemory;
-use martlet_dsa_abi::{CompletionRecord, DESCRIPTOR_BYTES, Descriptor, Flags, Opcode, Status};
+use martlet_dsa_abi::{CompletionRecord, DESCRIPTOR_BYTES, Descriptor, Opcode, Status};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -159,18 +159,6 @@ impl State {
     fn next_of_batch(&mut self, engine: usize) -> Option<Operation> {
         let number = self.engines.get(engine)?.batch?;
         let batch = self.batches.get_mut(&number)?;
-        let next = batch.members.front()?;
-        if next.flags().contains(Flags::FENCE) {
-            if batch.landed < batch.dispatched {
-                return None;
-            }
-            if batch.failed {
-                // A fence behind a failure ends the batch.
-                batch.members.clear();
-                self.leave_batch(engine, number);
-                return None;
-            }
-        }
         let member = batch.members.pop_front()?;
         batch.dispatched += 1;
         let owner = Owner { in_batch: true, ..batch.owner };
@@ -296,21 +284,10 @@ impl State {
         operation
     }
 
-    /// How long missing pages hold an engine up. Pages that are waited for are there afterwards.
-    fn fault_time(&mut self, descriptor: &Descriptor) -> u64 {
+    /// How long missing pages hold an engine up.
+    fn fault_time(&self, descriptor: &Descriptor) -> u64 {
         let (at, bytes) = (descriptor.source(), fabric_bytes(descriptor));
-        let missing = u64::try_from(self.absent.missing(at, bytes)).unwrap_or(u64::MAX);
-        if descriptor.flags().contains(Flags::BLOCK_ON_FAULT) {
-            self.absent.show(at, bytes);
-        }
-        let timing = &self.config.timing;
-        match missing {
-            0 => 0,
-            _ if descriptor.flags().contains(Flags::BLOCK_ON_FAULT) => {
-                ps(timing.block_on_fault).saturating_mul(missing)
-            }
-            _ => ps(timing.fault),
-        }
+        if self.absent.has_any(at, bytes) { ps(self.config.timing.fault) } else { 0 }
     }
 
     /// Lets drains end behind which nothing is left.

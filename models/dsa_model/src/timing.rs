@@ -20,8 +20,6 @@ pub struct Timing {
     pub enqcmd: Duration,
     /// What a page fault that is not waited for costs on top.
     pub fault: Duration,
-    /// What each missing page costs a descriptor that blocks on faults.
-    pub block_on_fault: Duration,
 }
 
 impl Timing {
@@ -34,7 +32,6 @@ impl Timing {
     /// | latency | 0.88 us | the same: a single 4 KiB comparison takes 1.01 us, of which 0.13 us are the reading |
     /// | ENQCMD | 0.22 us | the same: back-to-back single submissions of one thread, 0.19 to 0.22 us; DSAssassin measured 558 to 598 cycles |
     /// | fault | 0.5 us | derived: touch-and-resume over untouched pages comes to 5.4 GiB/s, 0.7 us a page with everything |
-    /// | block on fault | 13.8 us | LightDSA: 0.275 GiB/s with page requests, whatever the operation |
     pub const fn sapphire_rapids() -> Timing {
         Timing {
             fabric: Some(BytesPerSec(31_700_000_000)),
@@ -42,7 +39,6 @@ impl Timing {
             latency: Duration::from_nanos(880),
             enqcmd: Duration::from_nanos(220),
             fault: Duration::from_nanos(500),
-            block_on_fault: Duration::from_nanos(13_800),
         }
     }
 
@@ -54,7 +50,6 @@ impl Timing {
             latency: Duration::ZERO,
             enqcmd: Duration::ZERO,
             fault: Duration::ZERO,
-            block_on_fault: Duration::ZERO,
         }
     }
 

@@ -136,22 +136,6 @@ fn missing_pages_stop_an_operation_where_they_are() {
     assert_eq!(bench.run(range(0x10_0000)).fault_address(), 0x10_0000);
 }
 
-#[test]
-fn a_descriptor_may_wait_for_pages_where_the_queue_allows() {
-    let mut config = DeviceConfig::sapphire_rapids();
-    config.queues = vec![QueueConfig { block_on_fault: true, ..QueueConfig::shared(16) }];
-    let bench = Bench::new(config);
-    bench.model.hide(BusAddress(bench.at(0)), 3 * 4096);
-    let flags = bench.check_page(0, 0).flags() | Flags::BLOCK_ON_FAULT;
-    let range = Descriptor::compare_pattern(bench.at(0), 0, 3 * 4096, bench.record_at(0));
-    let begin = bench.stage.clock().now();
-    bench.submit(range.with_flags(flags));
-    martlet_device_io::Waiter::wait(&*bench.seat, None);
-    assert_eq!(bench.record(0).status(), Status::SUCCESS);
-    let took = bench.stage.clock().now().since(begin).as_nanos();
-    assert!((41_400..44_000).contains(&took), "{took} ns");
-}
-
 proptest! {
     /// Any single bit anywhere in a range is found, and its place is named.
     #[test]

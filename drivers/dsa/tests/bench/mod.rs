@@ -2,13 +2,16 @@
 #![allow(dead_code, unsafe_code, clippy::unwrap_used, reason = "tests; each uses a part")]
 // UNSAFETY: guest memory is mapped and written by address, as a guest would.
 
-use martlet_device_io::{BusAddress, DESCRIPTOR_BYTES, HostMemory, Portal, Submission};
+mod gate;
+
+pub(crate) use gate::OpenGate;
+
+use martlet_device_io::{BusAddress, HostMemory};
 use martlet_dsa::{
-    CompletionWait, CpuCheck, EngineConfig, Gate, OpenGate, PageRun, QueueLimits, SeatWait,
-    SharedMemory, WorkQueue, ZeroEngine, ZeroPages,
+    CompletionWait, CpuCheck, EngineConfig, Gate, PageRun, QueueLimits, SeatWait, SharedMemory,
+    WorkQueue, ZeroEngine, ZeroPages,
 };
-use martlet_dsa_abi::Version;
-use martlet_dsa_model::{DeviceConfig, DsaModel, Faults, Mode, QueueConfig, QueueFile};
+use martlet_dsa_model::{DeviceConfig, DsaModel, Faults, Mode, QueueConfig};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -91,24 +94,12 @@ impl CpuCheck for PlainCheck {
     }
 }
 
-/// A model's device file as a portal, as the driver writes to the host's.
-pub(crate) struct FilePortal(pub(crate) QueueFile);
-
-impl Portal for FilePortal {
-    fn submit(&self, descriptor: &[u8; DESCRIPTOR_BYTES]) -> Submission {
-        match self.0.write(descriptor) {
-            Ok(DESCRIPTOR_BYTES) => Submission::Accepted,
-            Ok(_) | Err(rustix::io::Errno::AGAIN) => Submission::Retry,
-            Err(_) => Submission::Gone,
-        }
-    }
-}
-
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) devices: Vec<DeviceConfig>,
     pub(crate) addressing: Addressing,
-    pub(crate) through_file: bool,
+    /// Without batches, as through the file of a version 1 device.
+    pub(crate) singly: bool,
     pub(crate) pages: usize,
     pub(crate) tries: u32,
     pub(crate) engine: EngineConfig,
@@ -119,7 +110,7 @@ impl Default for Setup {
         Setup {
             devices: vec![DeviceConfig::sapphire_rapids()],
             addressing: Addressing::Process,
-            through_file: false,
+            singly: false,
             pages: 512,
             tries: 5,
             engine: EngineConfig { offload_pages_min: 1, ..EngineConfig::default() },
@@ -220,18 +211,13 @@ fn work_queue(
     queue: &QueueConfig,
     wait: &Arc<dyn CompletionWait>,
 ) -> Arc<WorkQueue> {
-    let batches = !(setup.through_file && config.version < Version::V2);
     let counts = queue.mode == Mode::Dedicated;
     let limits = QueueLimits {
-        batch_max: if batches { queue.batch_max } else { 1 },
+        batch_max: if setup.singly { 1 } else { queue.batch_max },
         transfer_bytes_max: queue.transfer_bytes_max,
         credits: counts.then_some(queue.size),
     };
-    let portal: Box<dyn Portal> = if setup.through_file {
-        Box::new(FilePortal(model.file(number).unwrap()))
-    } else {
-        Box::new(model.portal(number).unwrap())
-    };
+    let portal = Box::new(model.portal(number).unwrap());
     WorkQueue::new(format!("wq{}.{number}", config.number), portal, Arc::clone(wait), limits)
 }
 
