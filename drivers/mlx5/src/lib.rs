@@ -41,15 +41,10 @@ mod firmware;
 mod memory;
 pub mod options;
 mod queues;
-#[cfg(test)]
-mod tests;
 
 pub use command::{CommandError, OpcodeStats, QueueStats, SubmitError};
 pub use device::{Mlx5Device, Platform};
-pub use firmware::{BringUpError, FirmwareStats, PageStats};
+pub use firmware::BringUpError;
 pub use memory::{Deletion, MemoryConfig, MemoryCounters, Update};
 pub use options::Options;
 pub use queues::DeviceState;
-
-#[cfg(test)]
-extern crate self as martlet_mlx5;

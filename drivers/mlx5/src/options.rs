@@ -65,8 +65,6 @@ pub const UNREGISTER_WAIT: Duration = Duration::from_micros(10_500);
 /// What `prepare` builds ahead of a switchover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prepare {
-    /// Nothing: queues are made by the resume.
-    Nothing,
     /// The queues, in state INIT: two commands each are left.
     Created,
     /// The queues, run and suspended once on an empty ring of the driver's own: one command each
@@ -123,8 +121,6 @@ pub struct Options {
     pub prepare: Prepare,
     /// Memory for the firmware.
     pub umems: Umems,
-    /// Whether queues have counters.
-    pub counters: bool,
     /// When keys are destroyed.
     pub deletion: Deletion,
     /// What a new map builds.
@@ -150,7 +146,6 @@ impl Options {
         link_notifier: LinkNotifier::Kept,
         prepare: Prepare::Suspended,
         umems: Umems::Shared,
-        counters: true,
         deletion: Deletion::Deferred { delay: MemoryConfig::DELETION_DELAY },
         update: Update::Changed,
         deadlines: Deadlines {
@@ -173,7 +168,6 @@ impl Options {
         link_notifier: LinkNotifier::Unregistered { wait: UNREGISTER_WAIT },
         prepare: Prepare::Created,
         umems: Umems::PerQueue,
-        counters: true,
         deletion: Deletion::AtOnce,
         update: Update::Everything,
         deadlines: Deadlines::LINUX,

@@ -50,9 +50,9 @@ fn a_guest_moves_to_another_device() {
     for (queue, state) in (0..8).zip(states) {
         there.device.set_queue_state(QueueIndex(queue), state).unwrap();
     }
-    let before = there.device.firmware_stats().commands;
+    let before = there.device.command_stats();
     there.resume().unwrap();
-    let after = there.device.firmware_stats().commands;
+    let after = there.device.command_stats();
     let modify = Opcode::MODIFY_GENERAL_OBJECT;
     assert_eq!(after.of(modify).issued - before.of(modify).issued, 8, "one command a queue");
     assert_eq!(after.issued() - before.issued(), 9, "and the link");

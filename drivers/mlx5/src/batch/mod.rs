@@ -17,7 +17,7 @@ mod tests;
 
 pub(crate) use items::{Item, ItemState};
 
-use crate::command::{CommandError, CommandId, CommandQueue, Output, Request, SubmitError, UserId};
+use crate::command::{CommandError, CommandId, CommandQueue, Output, Request, SubmitError};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -26,32 +26,13 @@ use std::time::Duration;
 /// happens: another user's command may end without an event for us.
 const RETRY_EVERY: Duration = Duration::from_micros(50);
 
-/// What a batch does when an item fails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OnFailure {
-    /// Goes on: the items have nothing to do with each other.
-    GoOn,
-    /// Issues nothing more: the items are of use together only.
-    StopIssuing,
-}
-
-/// How a batch is executed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BatchOptions {
-    /// For whom.
-    pub user: UserId,
-    /// Commands at a time, at least 1. With 1 the batch is a series.
-    pub window: usize,
-    /// How long each command has from its issue to its answer.
-    pub deadline: Duration,
-    /// What a failure means for the rest.
-    pub on_failure: OnFailure,
-}
-
 /// Commands that are executed together.
 #[derive(Debug)]
 pub(crate) struct Batch {
-    options: BatchOptions,
+    /// Commands at a time, at least 1. With 1 the batch is a series.
+    window: usize,
+    /// How long each command has from its issue to its answer.
+    deadline: Duration,
     items: Vec<Item>,
     /// Items that may be issued, in the order in which they are.
     ready: VecDeque<usize>,
@@ -68,11 +49,12 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// An empty batch.
-    pub(crate) fn new(options: BatchOptions) -> Batch {
-        assert!(options.window >= 1, "a batch has a window");
+    /// An empty batch of commands that have `deadline` each from issue to answer, `window` at a time.
+    pub(crate) fn new(window: usize, deadline: Duration) -> Batch {
+        assert!(window >= 1, "a batch has a window");
         Batch {
-            options,
+            window,
+            deadline,
             items: Vec::new(),
             ready: VecDeque::new(),
             followers: VecDeque::new(),
@@ -181,9 +163,6 @@ impl Batch {
     /// An item has ended; those that follow it are ready, or end with it.
     fn end(&mut self, number: usize, result: Result<Output, CommandError>) {
         let succeeded = result.is_ok();
-        if !succeeded && self.options.on_failure == OnFailure::StopIssuing {
-            self.skip_all_waiting(None);
-        }
         self.items[number].state = ItemState::Ended(result);
         self.items[number].forget_input();
         self.ended.push_back(number);
@@ -201,7 +180,8 @@ impl Batch {
     }
 
     /// Nothing more is issued: what waits ends now. `because` is for the first of them.
-    fn skip_all_waiting(&mut self, mut because: Option<SubmitError>) {
+    fn skip_all_waiting(&mut self, because: SubmitError) {
+        let mut because = Some(because);
         let (ready, followers) = (self.ready.drain(..), self.followers.drain(..));
         let next: Vec<usize> = ready.chain(followers).collect();
         let rest: Vec<usize> = (0..self.items.len()).filter(|n| !next.contains(n)).collect();
@@ -221,13 +201,12 @@ impl Batch {
     }
 
     fn issue(&mut self, now: Instant, queue: &mut CommandQueue) {
-        while !self.is_held_back && self.outstanding.len() < self.options.window {
+        while !self.is_held_back && self.outstanding.len() < self.window {
             let Some(number) = self.ready.front().or_else(|| self.followers.front()).copied()
             else {
                 return;
             };
-            let BatchOptions { user, deadline, .. } = self.options;
-            match queue.submit(now, user, deadline, self.items[number].request()) {
+            match queue.submit(now, self.deadline, self.items[number].request()) {
                 Ok(id) => self.issued(number, id),
                 Err(SubmitError::Busy | SubmitError::NoMailboxes { .. })
                     if !self.outstanding.is_empty() =>
@@ -241,7 +220,7 @@ impl Batch {
                 }
                 Err(because) => {
                     self.refused_since = None;
-                    self.skip_all_waiting(Some(because));
+                    self.skip_all_waiting(because);
                 }
             }
         }
@@ -249,7 +228,7 @@ impl Batch {
 
     /// Whether it has been refused, with nothing outstanding, for as long as a command may take.
     fn is_overdue(&self, now: Instant) -> bool {
-        self.refused_since.is_some_and(|since| now.since(since) >= self.options.deadline)
+        self.refused_since.is_some_and(|since| now.since(since) >= self.deadline)
     }
 
     fn issued(&mut self, number: usize, id: CommandId) {

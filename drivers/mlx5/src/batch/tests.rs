@@ -6,15 +6,9 @@ use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
 use proptest::prelude::*;
 
 const MS: Duration = Duration::from_millis(1);
-const ME: UserId = UserId(1);
-const OTHER: UserId = UserId(2);
 
-fn options(window: usize) -> BatchOptions {
-    BatchOptions { user: ME, window, deadline: 5 * MS, on_failure: OnFailure::GoOn }
-}
-
-fn batch_of(count: usize, options: BatchOptions) -> Batch {
-    let mut batch = Batch::new(options);
+fn batch_of(count: usize, window: usize) -> Batch {
+    let mut batch = Batch::new(window, 5 * MS);
     for number in 0..count {
         batch.push(modify(u32::try_from(number).unwrap()));
     }
@@ -42,13 +36,12 @@ fn run(batch: &mut Batch, queue: &mut CommandQueue, firmware: &mut Firmware) -> 
 fn a_window_is_kept_and_all_results_are_there() {
     for window in [1, 3, 16, 40] {
         let (mut queue, mut firmware) = Firmware::new();
-        let mut batch = batch_of(40, options(window));
+        let mut batch = batch_of(40, window);
         let most_out = run(&mut batch, &mut queue, &mut firmware);
         assert!(batch.results().all(Result::is_ok));
         assert_eq!(batch.results().count(), 40);
         // 31 ordinary slots, 16 permits.
         assert_eq!(most_out, window.min(16));
-        assert_eq!(queue.stats().of(Opcode::MODIFY_GENERAL_OBJECT).succeeded, 40);
         let in_order: Vec<usize> = std::iter::from_fn(|| batch.poll_item()).collect();
         assert_eq!(in_order, (0..40).collect::<Vec<_>>());
     }
@@ -57,7 +50,7 @@ fn a_window_is_kept_and_all_results_are_there() {
 #[test]
 fn a_follower_goes_as_soon_as_its_predecessor_is_done() {
     let (mut queue, mut firmware) = Firmware::new();
-    let mut batch = Batch::new(options(2));
+    let mut batch = Batch::new(2, 5 * MS);
     let first: Vec<usize> = (0..2).map(|n| batch.push(modify(n))).collect();
     let second: Vec<usize> = first
         .iter()
@@ -84,21 +77,19 @@ fn a_follower_goes_as_soon_as_its_predecessor_is_done() {
 }
 
 #[test]
-fn when_busy_with_others_it_waits_for_its_turn() {
+fn when_busy_with_others_it_waits() {
     let (mut queue, mut firmware) = Firmware::new();
     let now = Instant(0);
-    let held: Vec<_> =
-        (0..16).map(|n| queue.submit(now, OTHER, 5 * MS, &modify(n)).unwrap()).collect();
+    let held: Vec<_> = (0..16).map(|n| queue.submit(now, 5 * MS, &modify(n)).unwrap()).collect();
     firmware.ring(&mut queue);
-    let mut batch = batch_of(20, options(16));
+    let mut batch = batch_of(20, 16);
     assert!(!batch.poll(now, &mut queue));
     assert_eq!(batch.outstanding.len(), 0);
     assert!(batch.poll_timeout(now).is_some());
-    // One of the other's ends. It asks again at once, and again, but it is the batch's turn.
+    // One of the others ends.
     let vector = firmware.answer(0);
     queue.on_completion(now, vector);
     assert!(queue.take_done(held[0]).is_some());
-    assert_eq!(queue.submit(now, OTHER, 5 * MS, &modify(99)), Err(SubmitError::Busy));
     assert!(!batch.poll(now, &mut queue));
     assert_eq!(batch.outstanding.len(), 1);
     run(&mut batch, &mut queue, &mut firmware);
@@ -109,10 +100,10 @@ fn when_busy_with_others_it_waits_for_its_turn() {
 fn when_others_never_end_it_gives_up_after_its_deadline() {
     let (mut queue, mut firmware) = Firmware::new();
     for n in 0..16 {
-        queue.submit(Instant(0), OTHER, 500 * MS, &modify(n)).unwrap();
+        queue.submit(Instant(0), 500 * MS, &modify(n)).unwrap();
     }
     firmware.ring(&mut queue);
-    let mut batch = batch_of(2, options(16));
+    let mut batch = batch_of(2, 16);
     assert!(!batch.poll(Instant(0), &mut queue));
     let late = Instant(0).after(5 * MS);
     assert!(batch.poll(late, &mut queue));
@@ -126,7 +117,7 @@ fn when_others_never_end_it_gives_up_after_its_deadline() {
 fn what_completed_counts_though_issuing_stopped() {
     let (mut queue, mut firmware) = Firmware::new();
     let now = Instant(0);
-    let mut batch = batch_of(8, options(2));
+    let mut batch = batch_of(8, 2);
     batch.poll(now, &mut queue);
     firmware.ring(&mut queue);
     let vector = firmware.answer(0);
@@ -145,30 +136,19 @@ fn what_completed_counts_though_issuing_stopped() {
 fn without_memory_for_all_it_goes_on_with_what_there_is() {
     // One chunk of 64 mailboxes; each command takes 20.
     let (mut queue, mut firmware) = Firmware::with_mailboxes(64 * 1024);
-    let mut batch = Batch::new(options(16));
+    let mut batch = Batch::new(16, 5 * MS);
     for _ in 0..12 {
         batch.push(Request::with_output(Opcode::CREATE_MKEY, &[1_u8; 16 + 512 * 20], 16));
     }
     assert_eq!(run(&mut batch, &mut queue, &mut firmware), 3);
     assert!(batch.results().all(Result::is_ok));
     // One that never fits is an error, not a wait.
-    let mut batch = Batch::new(options(16));
+    let mut batch = Batch::new(16, 5 * MS);
     batch.push(Request::with_output(Opcode::CREATE_MKEY, &[1_u8; 16 + 512 * 65], 16));
     assert!(batch.poll(Instant(0), &mut queue));
     let because = SubmitError::NoMailboxes { needed: 65 };
     let opcode = Opcode::CREATE_MKEY;
     assert_eq!(batch.result(0), Some(&Err(CommandError::NotIssued { opcode, because })));
-}
-
-#[test]
-fn items_that_are_of_use_together_stop_at_a_failure() {
-    let (mut queue, mut firmware) = Firmware::new();
-    let mut batch = batch_of(10, BatchOptions { on_failure: OnFailure::StopIssuing, ..options(2) });
-    firmware.fail_next(CommandStatus::NO_RESOURCES, 1);
-    run(&mut batch, &mut queue, &mut firmware);
-    let ok = batch.results().filter(|result| result.is_ok()).count();
-    assert_eq!(ok, 1, "what was out with the one that failed");
-    assert_eq!(queue.stats().issued(), 2);
 }
 
 proptest! {
@@ -181,7 +161,7 @@ proptest! {
         answers in prop::collection::vec((any::<u8>(), any::<u8>()), 1..300),
     ) {
         let (mut queue, mut firmware) = Firmware::new();
-        let mut batch = batch_of(count, options(window));
+        let mut batch = batch_of(count, window);
         let mut time = 0;
         let mut answers = answers.into_iter().cycle();
         while !batch.poll(Instant(time), &mut queue) {

@@ -8,14 +8,12 @@
 //! Slots are taken lowest first; the last one is kept for MANAGE_PAGES, because the firmware may
 //! need pages to finish any other command. Opcodes that are slow in firmware are throttled: half
 //! of the ordinary slots' worth of permits (Linux `cmd.c`, `throttle_sem`). Neither slots nor
-//! permits are waited for here: [`SubmitError::Busy`] says so at once, and [`Shares`] sees to it
-//! that whoever was refused gets its turn.
+//! permits are waited for here: [`SubmitError::Busy`] says so at once.
 
 mod error;
 mod pool;
 mod queue;
 mod request;
-mod share;
 mod slot;
 mod stats;
 #[cfg(test)]
@@ -24,11 +22,10 @@ mod writer;
 
 pub use error::{CommandError, SubmitError};
 pub(crate) use pool::MailboxPool;
-pub(crate) use queue::{CommandQueue, Detection, QueueOptions};
+pub(crate) use queue::CommandQueue;
 pub(crate) use request::{
-    CommandId, Completion, Input, Keep, LateCompletion, Message, Output, Request, UserId,
+    CommandId, Completion, Input, Keep, LateCompletion, Message, Output, Request,
 };
-pub(crate) use share::Shares;
 pub(crate) use slot::{SlotEvent, SlotState};
 pub use stats::{OpcodeStats, QueueStats};
 pub(crate) use writer::InputWriter;

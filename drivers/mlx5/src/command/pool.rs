@@ -45,19 +45,13 @@ pub(crate) struct MailboxPool {
     chunks: Vec<Chunk>,
     chunks_max: usize,
     used: usize,
-    used_max: usize,
 }
 
 impl MailboxPool {
     /// An empty pool of at most `bytes_max` bytes of DMA memory, but at least one chunk.
     pub(crate) fn new(dma: Arc<dyn Dma>, bytes_max: usize) -> MailboxPool {
         let chunks_max = (bytes_max / CHUNK_BYTES).max(1);
-        MailboxPool { dma, chunks: Vec::new(), chunks_max, used: 0, used_max: 0 }
-    }
-
-    /// The most that were in use at a time.
-    pub(crate) fn used_max(&self) -> usize {
-        self.used_max
+        MailboxPool { dma, chunks: Vec::new(), chunks_max, used: 0 }
     }
 
     /// Takes `count` mailboxes; `None` if there are not as many, and no memory for more.
@@ -79,7 +73,6 @@ impl MailboxPool {
         }
         assert_eq!(places.len(), count, "the free mailboxes were counted");
         self.used += count;
-        self.used_max = self.used_max.max(self.used);
         Some(Chain(places))
     }
 

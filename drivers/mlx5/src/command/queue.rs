@@ -4,7 +4,7 @@ use super::pool::Chain;
 use super::request::{MESSAGE_BYTES_MAX, MESSAGE_BYTES_MIN};
 use super::{
     CommandError, CommandId, Completion, Input, InputWriter, Keep, LateCompletion, MailboxPool,
-    Output, QueueStats, Request, Shares, SlotEvent, SlotState, SubmitError, UserId,
+    Output, QueueStats, Request, SlotEvent, SlotState, SubmitError,
 };
 use martlet_device_io::{BusAddress, Dma, DmaBlock, DmaError};
 use martlet_mlx5_abi::command::{
@@ -23,22 +23,6 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 const PAGE_BYTES: usize = 1 << LOG_COMMAND_PAGE;
 
-/// How answers are found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Detection {
-    /// By looking at the owner bits: before there is an event queue.
-    Polling,
-    /// By events; the owner bit still has the last word, and is looked at when an event is late.
-    Events,
-}
-
-/// What a command queue is made with.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct QueueOptions {
-    /// DMA memory for mailboxes at most, in bytes.
-    pub(crate) mailbox_bytes_max: usize,
-}
-
 /// The command queue of one function.
 ///
 /// Four kinds of methods: [`Self::submit`] takes a command; `on_*` tell what has happened;
@@ -51,10 +35,10 @@ pub(crate) struct CommandQueue {
     log_stride: u8,
     slots: Vec<Slot>,
     pool: MailboxPool,
-    /// Ordinary slots, without the last.
-    ordinary: Shares,
-    throttle: Shares,
-    detection: Detection,
+    /// Commands in ordinary slots, all but the last, of which somebody waits for the answer; and how
+    /// many of them are throttled.
+    ordinary: usize,
+    throttled: usize,
     doorbell: u32,
     last_token: u8,
     last_id: u64,
@@ -63,7 +47,7 @@ pub(crate) struct CommandQueue {
     stats: QueueStats,
     is_gone: bool,
     /// Creations of which nobody knows whether they have made something, or under which number.
-    doubtful: u64,
+    lost_creations: u64,
     /// A command was not answered in time.
     has_given_up: bool,
 }
@@ -77,7 +61,6 @@ struct Slot {
 /// A command that the device has.
 struct Posted {
     id: CommandId,
-    user: UserId,
     opcode: Opcode,
     op_mod: u16,
     token: u8,
@@ -97,19 +80,20 @@ impl fmt::Debug for Posted {
     }
 }
 
-/// How the kinds of slots are counted: who has an ordinary one pays with a share.
+/// Whether a command goes into the slot that is kept for it.
 fn is_for_pages(opcode: Opcode) -> bool {
     opcode == Opcode::MANAGE_PAGES
 }
 
 impl CommandQueue {
-    /// Makes the command page for a queue of the shape that the device told.
+    /// Makes the command page for a queue of the shape that the device told, with this much DMA memory
+    /// for mailboxes at most.
     ///
     /// A shape that can't be is an error of kind `None`: the device is broken.
     pub(crate) fn new(
         dma: Arc<dyn Dma>,
         shape: CommandQueueShape,
-        options: QueueOptions,
+        mailbox_bytes_max: usize,
     ) -> Result<Option<CommandQueue>, DmaError> {
         let entries = 1_u32.checked_shl(u32::from(shape.log_entries)).unwrap_or(0);
         let fits = u32::from(shape.log_entries) + u32::from(shape.log_stride) <= LOG_COMMAND_PAGE;
@@ -119,15 +103,13 @@ impl CommandQueue {
         }
         let page = dma.alloc(PAGE_BYTES, PAGE_BYTES)?;
         let slots = (0..entries).map(|_| Slot { state: SlotState::Free, command: None }).collect();
-        let ordinary = entries as usize - 1;
         Ok(Some(CommandQueue {
             page,
             log_stride: shape.log_stride,
             slots,
-            pool: MailboxPool::new(dma, options.mailbox_bytes_max),
-            ordinary: Shares::new(ordinary),
-            throttle: Shares::new(ordinary.div_ceil(2)),
-            detection: Detection::Polling,
+            pool: MailboxPool::new(dma, mailbox_bytes_max),
+            ordinary: 0,
+            throttled: 0,
             doorbell: 0,
             last_token: 0,
             last_id: 0,
@@ -135,7 +117,7 @@ impl CommandQueue {
             late: VecDeque::new(),
             stats: QueueStats::default(),
             is_gone: false,
-            doubtful: 0,
+            lost_creations: 0,
             has_given_up: false,
         }))
     }
@@ -145,18 +127,9 @@ impl CommandQueue {
         self.page.at()
     }
 
-    /// Says how answers are found from now on.
-    pub(crate) fn set_detection(&mut self, detection: Detection) {
-        self.detection = detection;
-    }
-
     /// What it has counted.
     pub(crate) fn stats(&self) -> QueueStats {
-        let mut stats = self.stats.clone();
-        let quarantined = |slot: &&Slot| slot.state == SlotState::Quarantined;
-        stats.quarantined = self.slots.iter().filter(quarantined).count().try_into().unwrap_or(0);
-        stats.mailboxes_max = self.pool.used_max();
-        stats
+        self.stats.clone()
     }
 
     /// Goes on counting where another queue has ended.
@@ -184,14 +157,14 @@ impl CommandQueue {
     }
 
     /// Creations of which nobody knows whether they have made something, or under which number: it
-    /// lives until the function is taken down. A late answer takes away the doubt.
-    pub(crate) fn doubtful_creations(&self) -> u64 {
-        self.doubtful
+    /// lives until the function is taken down. A late answer tells.
+    pub(crate) fn lost_creations(&self) -> u64 {
+        self.lost_creations
     }
 
     /// The function is down: whatever was made is gone.
-    pub(crate) fn forget_doubts(&mut self) {
-        self.doubtful = 0;
+    pub(crate) fn forget_lost_creations(&mut self) {
+        self.lost_creations = 0;
     }
 
     /// Gives mailboxes back to the host that nothing has needed lately.
@@ -204,7 +177,6 @@ impl CommandQueue {
     pub(crate) fn submit(
         &mut self,
         now: Instant,
-        user: UserId,
         deadline: Duration,
         request: &Request,
     ) -> Result<CommandId, SubmitError> {
@@ -217,9 +189,7 @@ impl CommandQueue {
         if !lengths.contains(&in_bytes) || !lengths.contains(&out_bytes) {
             return Err(SubmitError::BadLength { opcode, in_bytes, out_bytes });
         }
-        let index = self.free_slot(now, user, opcode).inspect_err(|_| {
-            self.stats.opcodes.entry(opcode).or_default().busy += 1;
-        })?;
+        let index = self.free_slot(opcode).ok_or(SubmitError::Busy)?;
         let (input_boxes, output_boxes) = (mailboxes_for(in_bytes), mailboxes_for(out_bytes));
         let no_mailboxes = SubmitError::NoMailboxes { needed: input_boxes + output_boxes };
         let input = self.pool.take(input_boxes).ok_or(no_mailboxes)?;
@@ -227,11 +197,10 @@ impl CommandQueue {
             self.pool.give(&input);
             return Err(no_mailboxes);
         };
-        self.take_shares(user, opcode);
+        self.count_shares(opcode, 1);
         self.last_id += 1;
         let posted = Posted {
             id: CommandId(self.last_id),
-            user,
             opcode,
             op_mod: 0,
             token: self.next_token(),
@@ -246,48 +215,35 @@ impl CommandQueue {
         Ok(self.post(index, posted, &request.input))
     }
 
-    /// The slot for a command: the last for MANAGE_PAGES, the lowest free one for others, if the
-    /// user may have it.
-    fn free_slot(
-        &mut self,
-        now: Instant,
-        user: UserId,
-        opcode: Opcode,
-    ) -> Result<usize, SubmitError> {
+    /// The slot for a command: the last for MANAGE_PAGES, the lowest free one for others, if there is
+    /// a permit.
+    fn free_slot(&self, opcode: Opcode) -> Option<usize> {
         let last = self.slots.len() - 1;
         let is_free = |slot: &Slot| slot.state == SlotState::Free;
         if is_for_pages(opcode) {
-            return if is_free(&self.slots[last]) { Ok(last) } else { Err(SubmitError::Busy) };
+            return is_free(&self.slots[last]).then_some(last);
         }
-        if opcode.is_throttled() && !self.throttle.may_take(now, user) {
-            return Err(SubmitError::Busy);
+        if opcode.is_throttled() && self.throttled >= last.div_ceil(2) {
+            return None;
         }
-        if !self.ordinary.may_take(now, user) {
-            return Err(SubmitError::Busy);
-        }
-        self.slots[..last].iter().position(is_free).ok_or(SubmitError::Busy)
+        self.slots[..last].iter().position(is_free)
     }
 
-    fn take_shares(&mut self, user: UserId, opcode: Opcode) {
-        if is_for_pages(opcode) {
-            return;
+    /// Counts a command that was put into a slot, or has ended for who asked. Its slot may be in
+    /// quarantine then; the permit is given back all the same, as Linux gives it back: slots are what
+    /// is short then.
+    fn count_shares(&mut self, opcode: Opcode, change: isize) {
+        let count = |counter: &mut usize| {
+            *counter = counter.checked_add_signed(change).expect("what ends has begun");
+        };
+        if !is_for_pages(opcode) {
+            count(&mut self.ordinary);
         }
-        self.ordinary.take(user);
         if opcode.is_throttled() {
-            self.throttle.take(user);
+            count(&mut self.throttled);
         }
-    }
-
-    /// A command has ended for its user; its slot may be in quarantine nevertheless. The share is
-    /// given back all the same, as Linux gives back the permit: slots are what is short then.
-    fn give_shares(&mut self, user: UserId, opcode: Opcode) {
-        if is_for_pages(opcode) {
-            return;
-        }
-        self.ordinary.give(user);
-        if opcode.is_throttled() {
-            self.throttle.give(user);
-        }
+        let stats = self.stats.opcodes.entry(opcode).or_default();
+        stats.count(change > 0);
     }
 
     /// A token for the next command. Never zero: mailboxes fresh from the host carry that.
@@ -332,10 +288,6 @@ impl CommandQueue {
         self.page.store8(offset + STATUS_OWN_OFFSET, entry.status_own);
         self.doorbell |= 1 << index;
 
-        let stats = self.stats.opcodes.entry(posted.opcode).or_default();
-        stats.issued += 1;
-        stats.in_flight += 1;
-        stats.in_flight_max = stats.in_flight_max.max(stats.in_flight);
         let id = posted.id;
         self.change(index, SlotEvent::Issue);
         self.slots[index].command = Some(posted);
@@ -354,7 +306,6 @@ impl CommandQueue {
     /// each slot that was filled since the last call. `None` for nothing.
     pub(crate) fn poll_doorbell(&mut self) -> Option<u32> {
         let vector = std::mem::take(&mut self.doorbell);
-        self.stats.doorbells += u64::from(vector != 0);
         (vector != 0).then_some(vector)
     }
 
@@ -365,20 +316,14 @@ impl CommandQueue {
                 continue;
             }
             // Whatever the event says: while the owner bit stands, the device may write.
-            if self.answer(now, index) {
-                self.stats.by_event += 1;
-            } else {
-                self.stats.spurious += 1;
-            }
+            self.answer(now, index);
         }
     }
 
     /// Looks at all owner bits.
     pub(crate) fn on_poll(&mut self, now: Instant) {
         for index in 0..self.slots.len() {
-            if self.answer(now, index) {
-                self.stats.by_probe += u64::from(self.detection == Detection::Events);
-            }
+            self.answer(now, index);
         }
     }
 
@@ -394,10 +339,7 @@ impl CommandQueue {
                 (Some(_), SlotState::Quarantined) => true,
                 (Some(posted), SlotState::Posted) => posted.probe <= now,
             };
-            let looks = due || self.detection == Detection::Polling;
-            if looks && self.answer(now, index) {
-                self.stats.by_probe += u64::from(self.detection == Detection::Events);
-            } else if due {
+            if due && !self.answer(now, index) {
                 overdue |= self.give_up_or_probe_again(now, index);
             }
         }
@@ -441,13 +383,10 @@ impl CommandQueue {
     fn give_up(&mut self, now: Instant, index: usize, error: CommandError) {
         self.change(index, SlotEvent::GiveUp);
         let posted = self.slots[index].command.as_ref().expect("a posted slot has a command");
-        let (id, user, opcode) = (posted.id, posted.user, posted.opcode);
+        let (id, opcode) = (posted.id, posted.opcode);
         self.has_given_up = true;
-        self.doubtful += u64::from(opcode.is_create());
-        let stats = self.stats.opcodes.entry(opcode).or_default();
-        stats.timed_out += 1;
-        stats.in_flight -= 1;
-        self.give_shares(user, opcode);
+        self.lost_creations += u64::from(opcode.is_create());
+        self.count_shares(opcode, -1);
         self.done.push_back(Completion { id, result: Err(error), at: now });
     }
 
@@ -470,17 +409,16 @@ impl CommandQueue {
         self.pool.give(&posted.output);
         let creates = u64::from(posted.opcode.is_create());
         if was == SlotState::Posted {
-            let is_doubtful = result.as_ref().is_err_and(CommandError::may_be_done);
-            self.doubtful += if is_doubtful { creates } else { 0 };
-            self.count_answer(now, &posted, &result);
-            self.give_shares(posted.user, posted.opcode);
+            let is_lost = result.as_ref().is_err_and(CommandError::may_be_done);
+            self.lost_creations += if is_lost { creates } else { 0 };
+            self.count_shares(posted.opcode, -1);
             self.done.push_back(Completion { id: posted.id, result, at: now });
         } else {
             let is_clear = !result.as_ref().is_err_and(CommandError::may_be_done);
-            self.doubtful = self.doubtful.saturating_sub(if is_clear { creates } else { 0 });
-            self.stats.opcodes.entry(posted.opcode).or_default().late += 1;
-            let Posted { id, user, opcode, op_mod, keep, .. } = posted;
-            self.late.push_back(LateCompletion { id, user, opcode, op_mod, result, keep });
+            let found = if is_clear { creates } else { 0 };
+            self.lost_creations = self.lost_creations.saturating_sub(found);
+            let Posted { id, opcode, op_mod, keep, .. } = posted;
+            self.late.push_back(LateCompletion { id, opcode, op_mod, result, keep });
         }
         true
     }
@@ -514,29 +452,6 @@ impl CommandQueue {
             self.pool.read_data(&posted.output, number, piece);
         }
         Ok(Output::new(opcode, bytes))
-    }
-
-    fn count_answer(
-        &mut self,
-        now: Instant,
-        posted: &Posted,
-        result: &Result<Output, CommandError>,
-    ) {
-        let stats = self.stats.opcodes.entry(posted.opcode).or_default();
-        let latency = now.since(posted.issued);
-        stats.in_flight -= 1;
-        stats.latency += latency;
-        stats.latency_max = stats.latency_max.max(latency);
-        match result {
-            Ok(_) => stats.succeeded += 1,
-            Err(CommandError::Delivery { status, .. }) => stats.last_delivery = Some(*status),
-            Err(CommandError::Status { status, syndrome, .. }) => {
-                stats.last_status = Some(*status);
-                stats.last_syndrome = *syndrome;
-            }
-            Err(_) => {}
-        }
-        stats.failed += u64::from(result.is_err());
     }
 
     /// The next command that has ended, whichever it is.

@@ -10,11 +10,6 @@ use std::mem::size_of;
 use std::sync::Arc;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// A user of a device's command queue: the vDPA driver is one, whoever else drives something on
-/// the same function is another. Slots and permits are shared fairly among them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct UserId(pub u8);
-
 /// A command that was issued. Never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct CommandId(pub u64);
@@ -161,8 +156,6 @@ pub(crate) struct Completion {
 pub(crate) struct LateCompletion {
     /// Which.
     pub(crate) id: CommandId,
-    /// Whose.
-    pub(crate) user: UserId,
     /// What was asked for.
     pub(crate) opcode: Opcode,
     /// The type of the general object, or the other meanings of that field of the input's header.

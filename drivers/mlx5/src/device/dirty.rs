@@ -5,9 +5,7 @@
 
 use super::own_memory::OwnMemory;
 use super::{Control, Mlx5Device};
-use crate::batch::{Batch, BatchOptions, OnFailure};
-use crate::firmware::users;
-use crate::queues::{Faults, LogTo};
+use crate::queues::{Faults, LogTo, batch};
 use martlet_units::PAGE_SHIFT;
 use martlet_vdpa::VdpaError;
 
@@ -96,12 +94,7 @@ impl Mlx5Device {
     /// Tells all queues where to log.
     fn log_to(&self, control: &mut Control, to: Option<LogTo>) -> Faults {
         control.queues.log = to;
-        let mut batch = Batch::new(BatchOptions {
-            user: users::QUEUES,
-            window: self.firmware.careful(self.firmware.options().queues).window(),
-            deadline: self.firmware.options().deadlines.queues,
-            on_failure: OnFailure::GoOn,
-        });
+        let mut batch = batch(&self.firmware, self.firmware.options().queues);
         let mut which = Vec::new();
         for (index, queue) in control.queues.list.iter().enumerate() {
             let request = queue.object.as_ref().and_then(|object| object.log_request(to));

@@ -85,9 +85,7 @@ impl Mlx5Device {
         // Memory is pinned without the firmware's lock.
         keys.prepare(self.firmware.now(), self.firmware.dma());
         let ((issued, timeout), until) = self.firmware.drive(|now, queue, dma, late| {
-            for late in &late {
-                keys.on_late(late);
-            }
+            late.retain(|late| !keys.on_late(late));
             let issued = keys.poll(now, queue, dma);
             (issued, keys.poll_timeout(now))
         });
@@ -129,7 +127,7 @@ impl Mlx5Device {
         let end = self.firmware.now().after(self.firmware.options().deadlines.setup);
         loop {
             let now = self.firmware.now();
-            if control.keys.registry_mut().poll_drained(now).is_some() {
+            if control.keys.registry_mut().poll_drained(now) {
                 return;
             }
             if now >= end {

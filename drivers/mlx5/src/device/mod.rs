@@ -10,8 +10,8 @@ mod reset;
 mod switch;
 mod vdpa;
 
-use crate::command::Keep;
-use crate::firmware::{BringUpError, Firmware, FirmwareStats, Setup, users};
+use crate::command::{Keep, QueueStats};
+use crate::firmware::{BringUpError, Firmware, Setup};
 use crate::memory::{KeyContext, KeyPort, MemoryConfig, MemoryCounters};
 use crate::options::{Options, Pace, Prepare};
 use crate::queues::{Common, DeviceEvent, DeviceState, Place, Queues, Scratch};
@@ -88,7 +88,7 @@ impl Mlx5Device {
             state: DeviceState::Idle,
             operation: None,
             outcome: None,
-            queues: new_queues(&setup, queues, vectors.count(), options.counters),
+            queues: new_queues(&setup, queues, vectors.count()),
             keys: new_keys(&setup, &options),
             scratch: None,
             logs: DirtyLogs::default(),
@@ -101,8 +101,8 @@ impl Mlx5Device {
         Ok(Mlx5Device { firmware, vectors, identity, guest, control })
     }
 
-    /// What the command queue and the page keeper have counted.
-    pub fn firmware_stats(&self) -> FirmwareStats {
+    /// What the command queue has counted.
+    pub fn command_stats(&self) -> QueueStats {
         self.firmware.stats()
     }
 
@@ -191,8 +191,7 @@ impl Control {
     }
 }
 
-fn new_queues(setup: &Setup, count: usize, vectors: u16, counters: bool) -> Queues {
-    let types = setup.general;
+fn new_queues(setup: &Setup, count: usize, vectors: u16) -> Queues {
     Queues {
         list: (0..count).map(|_| Default::default()).collect(),
         features: 0,
@@ -203,18 +202,18 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16, counters: bool) -> Queu
         table: None,
         common: Common { pd: setup.pd, vectors },
         capabilities: setup.virtio,
-        has_counters: counters && types.has_object_type(object_type::VIRTIO_Q_COUNTERS),
+        has_counters: setup.general.has_object_type(object_type::VIRTIO_Q_COUNTERS),
         retired: Arc::default(),
         orphans: Vec::new(),
         ghosts: Vec::new(),
-        has_doubts: false,
+        has_wrong_numbers: false,
     }
 }
 
 fn new_keys(setup: &Setup, options: &Options) -> KeyPort {
     let context = KeyContext { uid: 0, pd: setup.pd, null_key: setup.null_mkey };
     let deadline = options.deadlines.memory;
-    KeyPort::new(memory_config(setup, options), context, users::MEMORY, deadline)
+    KeyPort::new(memory_config(setup, options), context, deadline)
 }
 
 fn memory_config(setup: &Setup, options: &Options) -> MemoryConfig {

@@ -18,8 +18,8 @@ impl Mlx5Device {
         self.drop_logs(control);
         self.delete_if_at_once(control);
         control.queues.drop_retired(&self.firmware);
-        let doubts = control.queues.has_doubts || self.firmware.has_doubts();
-        if faults.is_empty() && hidden == 0 && control.undead.is_empty() && !doubts {
+        let unnamed = control.queues.has_wrong_numbers || self.firmware.has_hidden_objects();
+        if faults.is_empty() && hidden == 0 && control.undead.is_empty() && !unnamed {
             return Ok(());
         }
         // Something is left that can't be named or destroyed: the whole function begins anew.
@@ -74,7 +74,7 @@ impl Mlx5Device {
         let queues = &mut control.queues;
         queues.orphans.clear();
         queues.ghosts.clear();
-        queues.has_doubts = false;
+        queues.has_wrong_numbers = false;
         queues.table = None;
         queues.scratch = None;
         queues.log = None;

@@ -1,9 +1,9 @@
 //! Suspend and resume, in steps.
 
 use super::{Control, Mlx5Device};
-use crate::batch::{Batch, BatchOptions, OnFailure};
+use crate::batch::Batch;
 use crate::command::{CommandError, Output, Request};
-use crate::firmware::{Firmware, users};
+use crate::firmware::Firmware;
 use crate::options::LinkNotifier;
 use crate::queues::{DeviceEvent, DeviceState, Faults, Starting, Stopping, Target};
 use martlet_mlx5_abi::Opcode;
@@ -35,7 +35,7 @@ fn link_of(result: &Result<Output, CommandError>) -> Option<bool> {
 
 /// Whether the link is up; `None` if the device does not say.
 pub(super) fn query_link(firmware: &Firmware) -> Option<bool> {
-    link_of(&firmware.call(users::SETUP, firmware.options().deadlines.queues, link_request()))
+    link_of(&firmware.call(firmware.options().deadlines.queues, link_request()))
 }
 
 impl Mlx5Device {
@@ -129,12 +129,7 @@ impl Mlx5Device {
         // What the link did in between is in the state that is asked for now.
         control.link_seen = self.firmware.link_events();
         let starting = Box::new(Starting::begin(&control.queues.active(), Target::Running));
-        let mut link = Box::new(Batch::new(BatchOptions {
-            user: users::SETUP,
-            window: 1,
-            deadline: self.firmware.options().deadlines.queues,
-            on_failure: OnFailure::GoOn,
-        }));
+        let mut link = Box::new(Batch::new(1, self.firmware.options().deadlines.queues));
         link.push(link_request());
         control.operation = Some(Operation::Start { starting, link, faults: None });
         control.outcome = self.step_resume(control);

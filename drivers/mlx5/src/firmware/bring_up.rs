@@ -2,8 +2,8 @@
 //! `mlx5_function_enable`, `mlx5_function_open`).
 
 use super::events::EventQueue;
-use super::shared::{Firmware, users};
-use crate::command::{CommandError, CommandQueue, Output, QueueOptions, Request};
+use super::shared::Firmware;
+use crate::command::{CommandError, CommandQueue, Output, Request};
 use crate::options::Options;
 use martlet_device_io::{Dma, DmaError, Registers, Waiter};
 use martlet_mlx5_abi::capability::{
@@ -140,7 +140,7 @@ impl Firmware {
 
     /// One command of the bring-up.
     pub(crate) fn setup_call(&self, request: Request) -> Result<Output, CommandError> {
-        self.call(users::SETUP, self.options().deadlines.setup, request)
+        self.call(self.options().deadlines.setup, request)
     }
 
     fn short(&self, opcode: Opcode, op_mod: u16, object: u32) -> Result<ShortOut, CommandError> {
@@ -286,7 +286,7 @@ impl Firmware {
         let disabled = call(Opcode::DISABLE_HCA, 0);
         let is_down = torn || disabled || self.is_gone();
         if is_down {
-            self.forget_doubts();
+            self.forget_lost_creations();
         }
         is_down
     }
@@ -318,8 +318,7 @@ fn hand_over_queue(
     check_interface(registers)?;
     wait_for_start(registers, waiter, limit, waited)?;
     let shape = CommandQueueShape::from_register(read(registers, CMDQ_ADDR_LOW));
-    let limits = QueueOptions { mailbox_bytes_max: options.mailbox_bytes_max };
-    let queue = CommandQueue::new(Arc::clone(dma), shape, limits)?;
+    let queue = CommandQueue::new(Arc::clone(dma), shape, options.mailbox_bytes_max)?;
     let queue = queue.ok_or(BringUpError::Shape(shape))?;
     let [high, low] = halves(queue.page_at().0);
     registers.write32(CMDQ_ADDR_HIGH, high.to_be());

@@ -4,8 +4,8 @@
 //! would live as long as the function: it is destroyed here, and only then what it was kept alive
 //! for goes. A late change of a virtqueue is told to the queues, which look what state it is in.
 
-use super::shared::{is_done, users};
-use crate::batch::{Batch, BatchOptions, OnFailure};
+use super::shared::is_done;
+use crate::batch::Batch;
 use crate::command::{CommandError, CommandQueue, Keep, LateCompletion, Output, Request};
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortIn, ShortOut};
 use martlet_mlx5_abi::{CommandStatus, Opcode};
@@ -24,7 +24,6 @@ pub(super) struct Cleanup {
     /// What could not be destroyed: it lives as long as the function, and so does what it uses.
     left: Vec<Undo>,
     changes: bool,
-    destroyed: u64,
 }
 
 /// Something that was made, and that nobody wants.
@@ -44,24 +43,12 @@ impl fmt::Debug for Undo {
 
 impl Cleanup {
     pub(super) fn new(deadline: Duration) -> Cleanup {
-        Cleanup {
-            deadline,
-            waiting: Vec::new(),
-            current: None,
-            left: Vec::new(),
-            changes: false,
-            destroyed: 0,
-        }
+        Cleanup { deadline, waiting: Vec::new(), current: None, left: Vec::new(), changes: false }
     }
 
     /// Whether something exists that nobody wants.
     pub(super) fn is_clean(&self) -> bool {
         self.waiting.is_empty() && self.current.is_none() && self.left.is_empty()
-    }
-
-    /// How many objects were destroyed.
-    pub(super) fn destroyed(&self) -> u64 {
-        self.destroyed
     }
 
     pub(super) fn take_changes(&mut self) -> bool {
@@ -82,12 +69,7 @@ impl Cleanup {
 
     pub(super) fn poll(&mut self, now: Instant, queue: &mut CommandQueue) {
         if self.current.is_none() && !self.waiting.is_empty() {
-            let mut batch = Batch::new(BatchOptions {
-                user: users::LAZY,
-                window: 1,
-                deadline: self.deadline,
-                on_failure: OnFailure::GoOn,
-            });
+            let mut batch = Batch::new(1, self.deadline);
             let undoing = std::mem::take(&mut self.waiting);
             for undo in &undoing {
                 batch.push(undo.request());
@@ -109,8 +91,9 @@ impl Cleanup {
         let is_missing =
             matches!(result, Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. }));
         if is_done(undo.destroy, result) {
-            self.destroyed += 1;
-        } else if undo.tries < TRIES_MAX && !is_missing {
+            return;
+        }
+        if undo.tries < TRIES_MAX && !is_missing {
             self.waiting.push(undo);
         } else {
             tracing::warn!(?undo, "what a late command made can't be destroyed");

@@ -14,7 +14,5 @@ mod shared;
 pub use bring_up::BringUpError;
 pub(crate) use bring_up::Setup;
 pub(crate) use bring_up::objects_of;
-pub use pages::PageStats;
-pub use shared::FirmwareStats;
+pub(crate) use shared::Firmware;
 pub(crate) use shared::is_done;
-pub(crate) use shared::{Firmware, users};

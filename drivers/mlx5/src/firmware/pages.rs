@@ -3,7 +3,7 @@
 //! The firmware asks for them before it starts (QUERY_PAGES), and by events later on. They are
 //! given and taken by MANAGE_PAGES, for which a slot of the command queue is kept.
 
-use crate::command::{CommandId, CommandQueue, Output, Request, UserId};
+use crate::command::{CommandId, CommandQueue, Output, Request};
 use martlet_device_io::{Dma, DmaBlock};
 use martlet_mlx5_abi::message::OutHeader;
 use martlet_mlx5_abi::setup::{
@@ -29,26 +29,12 @@ const REQUESTS_MAX: usize = 64;
 /// A 4 KiB page in bytes, for allocations.
 const PAGE: usize = 4096;
 
-/// What the firmware has, and asked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PageStats {
-    /// Pages it has.
-    pub held: usize,
-    /// Requests for pages, of either sign.
-    pub requests: u64,
-    /// Requests that could not be fulfilled.
-    pub refused: u64,
-    /// Pages it named that it did not have.
-    pub strange: u64,
-}
-
 /// The pages of a function, and what is going on about them.
 #[derive(Debug, Default)]
 pub(super) struct PageKeeper {
     pages: BTreeMap<u64, DmaBlock>,
     requests: VecDeque<(u16, i32)>,
     current: Option<Current>,
-    stats: PageStats,
 }
 
 #[derive(Debug)]
@@ -70,11 +56,8 @@ enum What {
 impl PageKeeper {
     /// The firmware wants pages, or gives them back if the number is negative.
     pub(super) fn request(&mut self, function: u16, pages: i32) {
-        self.stats.requests += 1;
         if self.requests.len() < REQUESTS_MAX && pages != 0 {
             self.requests.push_back((function, pages));
-        } else {
-            self.stats.refused += u64::from(pages != 0);
         }
     }
 
@@ -83,8 +66,9 @@ impl PageKeeper {
         self.requests.is_empty() && self.current.is_none()
     }
 
-    pub(super) fn stats(&self) -> PageStats {
-        PageStats { held: self.pages.len(), ..self.stats }
+    /// How many pages the firmware has.
+    pub(super) fn held(&self) -> usize {
+        self.pages.len()
     }
 
     /// Collects the command that is out, and issues the next one.
@@ -93,7 +77,6 @@ impl PageKeeper {
         now: Instant,
         queue: &mut CommandQueue,
         dma: &dyn Dma,
-        user: UserId,
         deadline: Duration,
     ) {
         if let Some(current) = self.current.take() {
@@ -107,7 +90,7 @@ impl PageKeeper {
         }
         let Some((function, wanted)) = self.requests.pop_front() else { return };
         let (request, what, rest) = self.command(dma, function, wanted);
-        match queue.submit(now, user, deadline, &request) {
+        match queue.submit(now, deadline, &request) {
             Ok(id) => {
                 self.current = Some(Current { id, what });
                 if rest != 0 {
@@ -120,7 +103,7 @@ impl PageKeeper {
     }
 
     /// The command for (a part of) a request, and what is left of it.
-    fn command(&mut self, dma: &dyn Dma, function: u16, wanted: i32) -> (Request, What, i32) {
+    fn command(&self, dma: &dyn Dma, function: u16, wanted: i32) -> (Request, What, i32) {
         let count = wanted.unsigned_abs().min(PAGES_PER_COMMAND);
         let part = i32::try_from(count).expect("below the limit of a command");
         if wanted < 0 {
@@ -140,7 +123,6 @@ impl PageKeeper {
                 (request, What::Give(pages), wanted - part)
             }
             None => {
-                self.stats.refused += 1;
                 let op_mod = MANAGE_PAGES_CANNOT_GIVE;
                 let input = PagesIn::new(Opcode::MANAGE_PAGES, op_mod, function, 0);
                 let request = Request::with_output(Opcode::MANAGE_PAGES, &input, 16);
@@ -174,9 +156,7 @@ impl PageKeeper {
         let count = header.entries.get() as usize;
         for address in list.chunks_exact(size_of::<U64>()).take(count) {
             let address = U64::read_from_bytes(address).expect("as long as a number").get();
-            if self.pages.remove(&address).is_none() {
-                self.stats.strange += 1;
-            }
+            self.pages.remove(&address);
         }
     }
 }

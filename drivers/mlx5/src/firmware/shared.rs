@@ -2,11 +2,10 @@
 
 use super::cleanup::Cleanup;
 use super::events::EventQueue;
-use super::pages::{PageKeeper, PageStats};
-use crate::batch::{Batch, BatchOptions, OnFailure};
+use super::pages::PageKeeper;
+use crate::batch::Batch;
 use crate::command::{
-    CommandError, CommandId, CommandQueue, Detection, LateCompletion, Output, QueueStats, Request,
-    UserId,
+    CommandError, CommandId, CommandQueue, LateCompletion, Output, QueueStats, Request,
 };
 use crate::options::{Options, Pace};
 use martlet_device_io::{Dma, Registers, Waiter};
@@ -16,21 +15,6 @@ use martlet_units::Instant;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-/// The driver's own users of the command queue; whoever else drives something on the same function
-/// takes other numbers.
-pub(crate) mod users {
-    use crate::command::UserId;
-
-    /// Virtqueues.
-    pub(crate) const QUEUES: UserId = UserId(0);
-    /// Memory keys that somebody waits for.
-    pub(crate) const MEMORY: UserId = UserId(1);
-    /// What nobody waits for: keys that are destroyed later, late answers.
-    pub(crate) const LAZY: UserId = UserId(2);
-    /// Bring-up, pages and teardown.
-    pub(crate) const SETUP: UserId = UserId(3);
-}
 
 /// How long a blocking call sleeps at most. Its interrupt may go to another thread that waits for
 /// the same device; that thread moves our commands on, but can't wake us.
@@ -66,20 +50,6 @@ struct State {
     events: Option<EventQueue>,
     pages: PageKeeper,
     cleanup: Cleanup,
-    unknown_events: u64,
-}
-
-/// Figures of a function's firmware.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FirmwareStats {
-    /// Of the command queue.
-    pub commands: QueueStats,
-    /// Of pages.
-    pub pages: PageStats,
-    /// Events of a kind that was not asked for.
-    pub unknown_events: u64,
-    /// Late answers to creations whose objects were destroyed.
-    pub cleaned_up: u64,
 }
 
 impl Firmware {
@@ -96,7 +66,6 @@ impl Firmware {
             events: None,
             pages: PageKeeper::default(),
             cleanup: Cleanup::new(options.deadlines.setup),
-            unknown_events: 0,
         };
         Firmware {
             registers,
@@ -159,14 +128,8 @@ impl Firmware {
     }
 
     /// What it has counted.
-    pub(crate) fn stats(&self) -> FirmwareStats {
-        let state = self.lock();
-        FirmwareStats {
-            commands: state.queue.stats(),
-            pages: state.pages.stats(),
-            unknown_events: state.unknown_events,
-            cleaned_up: state.cleanup.destroyed(),
-        }
+    pub(crate) fn stats(&self) -> QueueStats {
+        self.lock().queue.stats()
     }
 
     /// Whether the device is gone.
@@ -181,9 +144,9 @@ impl Firmware {
 
     /// Whether the function may have something of which nobody knows the number, or that could not
     /// be destroyed.
-    pub(crate) fn has_doubts(&self) -> bool {
+    pub(crate) fn has_hidden_objects(&self) -> bool {
         let state = self.lock();
-        state.queue.doubtful_creations() > 0 || !state.cleanup.is_clean()
+        state.queue.lost_creations() > 0 || !state.cleanup.is_clean() || !state.late_keys.is_empty()
     }
 
     /// How often the device has told of a change of the link.
@@ -218,13 +181,11 @@ impl Firmware {
     /// Executes one command.
     pub(crate) fn call(
         &self,
-        user: UserId,
         deadline: Duration,
         request: Request,
     ) -> Result<Output, CommandError> {
         let opcode = request.opcode;
-        let mut batch =
-            Batch::new(BatchOptions { user, window: 1, deadline, on_failure: OnFailure::GoOn });
+        let mut batch = Batch::new(1, deadline);
         batch.push(request);
         self.run(&mut batch);
         batch.into_results().pop().unwrap_or(Err(CommandError::Skipped { opcode }))
@@ -255,7 +216,7 @@ impl Firmware {
         let mut state = self.lock();
         self.take_in(now, &mut state);
         let State { queue, pages, cleanup, .. } = &mut *state;
-        pages.poll(now, queue, &*self.dma, users::SETUP, self.options.deadlines.setup);
+        pages.poll(now, queue, &*self.dma, self.options.deadlines.setup);
         cleanup.poll(now, queue);
         let mut done = true;
         let mut until = None;
@@ -283,7 +244,6 @@ impl Firmware {
             if news.link {
                 self.link_events.fetch_add(1, Ordering::AcqRel);
             }
-            state.unknown_events += news.unknown;
             failed = news.failed;
         } else {
             state.queue.on_poll(now);
@@ -298,7 +258,8 @@ impl Firmware {
         }
         while let Some(late) = state.queue.poll_late() {
             tracing::warn!(command = %late.opcode, "an answer came after its deadline");
-            if late.user == users::MEMORY {
+            // Who keeps the books of keys is asked first.
+            if matches!(late.opcode, Opcode::CREATE_MKEY | Opcode::DESTROY_MKEY) {
                 state.late_keys.push(late);
             } else {
                 state.cleanup.add(late);
@@ -314,12 +275,10 @@ impl Firmware {
     /// Goes over to events, which this queue brings.
     pub(super) fn set_events(&self, events: Option<EventQueue>) {
         let mut state = self.lock();
-        let detection = if events.is_some() { Detection::Events } else { Detection::Polling };
         if let Some(events) = &events {
             events.arm(&*self.registers);
         }
         state.events = events;
-        state.queue.set_detection(detection);
     }
 
     /// The number of the event queue, while there is one.
@@ -338,13 +297,13 @@ impl Firmware {
     }
 
     /// The function is down: whatever was made is gone.
-    pub(super) fn forget_doubts(&self) {
-        self.lock().queue.forget_doubts();
+    pub(super) fn forget_lost_creations(&self) {
+        self.lock().queue.forget_lost_creations();
     }
 
     /// Takes all pages back.
     pub(super) fn take_all_pages(&self) {
-        let held = i32::try_from(self.lock().pages.stats().held).unwrap_or(i32::MAX);
+        let held = i32::try_from(self.lock().pages.held()).unwrap_or(i32::MAX);
         self.give_pages(0, -held);
     }
 
@@ -355,18 +314,19 @@ impl Firmware {
     }
 
     /// Moves everything on by a step, and gives the command queue to `body` with the late answers
-    /// about keys. Rings the doorbell afterwards. When to do that again even if the device does not
+    /// about keys, of which it leaves those that are not its own. Rings the doorbell afterwards. When to do that again even if the device does not
     /// interrupt.
     pub(crate) fn drive<T>(
         &self,
-        body: impl FnOnce(Instant, &mut CommandQueue, &dyn Dma, Vec<LateCompletion>) -> T,
+        body: impl FnOnce(Instant, &mut CommandQueue, &dyn Dma, &mut Vec<LateCompletion>) -> T,
     ) -> (T, Option<Instant>) {
         self.waiter.poll();
         let (_, until) = self.step(None);
         let now = self.now();
         let mut state = self.lock();
-        let late = std::mem::take(&mut state.late_keys);
-        let value = body(now, &mut state.queue, &*self.dma, late);
+        let mut late = std::mem::take(&mut state.late_keys);
+        let value = body(now, &mut state.queue, &*self.dma, &mut late);
+        late.into_iter().for_each(|late| state.cleanup.add(late));
         if let Some(vector) = state.queue.poll_doorbell() {
             self.registers.write32(COMMAND_DOORBELL, vector.to_be());
         }

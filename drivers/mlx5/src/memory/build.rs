@@ -13,6 +13,11 @@ use std::sync::Arc;
 /// What errors say was being done.
 pub(crate) const ACTION: &str = "map memory";
 
+/// The error for a map that can't be: the VMM's fault.
+pub(crate) fn invalid(reason: String) -> VdpaError {
+    VdpaError::Invalid { action: ACTION, reason }
+}
+
 /// What a piece has so far.
 #[derive(Debug)]
 pub(crate) enum Slot {

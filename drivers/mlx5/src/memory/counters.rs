@@ -20,22 +20,12 @@ pub struct MemoryCounters {
     pub destroy_depth_max: usize,
     /// Most bytes of CREATE_MKEY input with the device at a time.
     pub staged_bytes_max: usize,
-    /// Entries of translation lists given to the device.
-    pub entries_written: u64,
-    /// Pieces of maps that got a new direct key.
-    pub pieces_built: u64,
-    /// Pieces of maps that had one already.
-    pub pieces_shared: u64,
-    /// Maps that were there already, as a whole.
-    pub maps_reused: u64,
     /// Bytes pinned now.
     pub pinned_bytes: u64,
     /// Bytes of keys that were abandoned: pinned until the device is torn down.
     pub abandoned_bytes: u64,
     /// Maps that somebody holds.
     pub maps_held: usize,
-    /// Maps that nobody holds and whose indirect key is still to be destroyed.
-    pub backlog_maps: usize,
     /// Keys still to be destroyed, with those of the maps.
     pub backlog_keys: usize,
 }

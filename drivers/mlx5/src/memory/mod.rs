@@ -48,3 +48,4 @@ pub use counters::MemoryCounters;
 pub(crate) use keys::MapRef;
 pub(crate) use port::{Issued, KeyPort};
 pub(crate) use registry::Registry;
+pub(crate) use translation::Mtts;

@@ -2,7 +2,7 @@
 
 use crate::command::{
     CommandError, CommandId, CommandQueue, Completion, InputWriter, LateCompletion, Message,
-    Output, Request, SubmitError, UserId,
+    Output, Request, SubmitError,
 };
 use crate::memory::build::ACTION;
 use crate::memory::{KeyAnswer, KeyCommand, KeyContext, MemoryConfig, Refusal, Registry};
@@ -10,7 +10,6 @@ use martlet_device_io::Dma;
 use martlet_mlx5_abi::CommandStatus;
 use martlet_mlx5_abi::memory::CreateMkeyOut;
 use martlet_units::Instant;
-use martlet_vdpa::VdpaError;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -52,7 +51,6 @@ pub(crate) enum Issued {
 #[derive(Debug)]
 pub(crate) struct KeyPort {
     registry: Registry,
-    user: UserId,
     deadline: Duration,
     /// A command that the queue has not taken yet.
     waiting: Option<(u64, Request)>,
@@ -65,16 +63,11 @@ pub(crate) struct KeyPort {
 }
 
 impl KeyPort {
-    /// A registry whose commands are `user`'s, and are given up after `deadline`.
-    pub(crate) fn new(
-        config: MemoryConfig,
-        context: KeyContext,
-        user: UserId,
-        deadline: Duration,
-    ) -> KeyPort {
+    /// A registry whose commands are given up after `deadline`.
+    pub(crate) fn new(config: MemoryConfig, context: KeyContext, deadline: Duration) -> KeyPort {
         let registry = Registry::new(config, context);
         let (flying, lost) = (BTreeMap::new(), BTreeMap::new());
-        KeyPort { registry, user, deadline, waiting: None, refused_since: None, flying, lost }
+        KeyPort { registry, deadline, waiting: None, refused_since: None, flying, lost }
     }
 
     /// The keys.
@@ -104,7 +97,7 @@ impl KeyPort {
             let next = self.waiting.take();
             let next = next.or_else(|| self.registry.poll_command(dma, now).map(request));
             let Some((tag, request)) = next else { return Issued::Nothing };
-            match queue.submit(now, self.user, self.deadline, &request) {
+            match queue.submit(now, self.deadline, &request) {
                 Ok(id) => {
                     self.refused_since = None;
                     self.flying.insert(id, tag);
@@ -175,8 +168,14 @@ impl KeyPort {
 }
 
 fn request(command: KeyCommand) -> (u64, Request) {
-    let (tag, opcode) = (command.tag(), command.opcode());
-    (tag, Request::lazy(opcode, command, size_of::<CreateMkeyOut>()))
+    (command.tag(), command.into_request())
+}
+
+impl KeyCommand {
+    /// What is asked of the firmware.
+    pub(crate) fn into_request(self) -> Request {
+        Request::lazy(self.opcode(), self, size_of::<CreateMkeyOut>())
+    }
 }
 
 /// What the outcome of a command means for its key. The number in the output of DESTROY_MKEY means
@@ -190,7 +189,7 @@ fn answer(result: &Result<Output, CommandError>) -> KeyAnswer {
         Ok(index) => return KeyAnswer::Done { index },
         Err(error) => error,
     };
-    let error = describe(failed);
+    let error = crate::queues::vdpa_error(ACTION, failed);
     if failed.may_be_done() {
         return KeyAnswer::Lost { error };
     }
@@ -208,27 +207,6 @@ fn answer(result: &Result<Output, CommandError>) -> KeyAnswer {
         _ => Refusal::Final,
     };
     KeyAnswer::Refused { why, error }
-}
-
-fn describe(error: &CommandError) -> VdpaError {
-    let action = ACTION;
-    match error {
-        CommandError::Timeout { waited, .. } => {
-            let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-            VdpaError::Timeout { action, waited_ms }
-        }
-        CommandError::Gone { .. } | CommandError::NotIssued { because: SubmitError::Gone, .. } => {
-            VdpaError::Gone { action }
-        }
-        CommandError::NotIssued { because, .. } => {
-            VdpaError::Host { action, reason: format!("{error}: {because}") }
-        }
-        CommandError::Delivery { .. }
-        | CommandError::Status { .. }
-        | CommandError::Token { .. }
-        | CommandError::Nonsense { .. }
-        | CommandError::Skipped { .. } => VdpaError::Device { action, reason: error.to_string() },
-    }
 }
 
 impl Message for KeyCommand {

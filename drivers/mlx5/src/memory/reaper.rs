@@ -39,7 +39,7 @@ const ATTEMPT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Something to destroy.
 #[derive(Debug)]
-enum Doomed {
+enum Unused {
     /// An indirect key, and the direct ones that it lets go of.
     Map(KeyMap),
     Direct(DirectKey),
@@ -47,7 +47,7 @@ enum Doomed {
 
 #[derive(Debug)]
 struct Entry {
-    what: Doomed,
+    what: Unused,
     attempts: u32,
     /// Belongs to a map whose build failed, and which waits for it.
     rollback: bool,
@@ -56,8 +56,8 @@ struct Entry {
 impl Entry {
     fn keys(&self) -> usize {
         match &self.what {
-            Doomed::Direct(_) => 1,
-            Doomed::Map(map) => {
+            Unused::Direct(_) => 1,
+            Unused::Map(map) => {
                 1 + map.direct.iter().filter(|key| Arc::strong_count(key) == 1).count()
             }
         }
@@ -121,28 +121,28 @@ pub(crate) struct Reaper {
 
 impl Reaper {
     /// Takes a map that nobody holds; nothing happens to it before `due`.
-    pub(crate) fn bury(&mut self, map: KeyMap, due: Instant) {
-        self.waiting.push((due, Entry { what: Doomed::Map(map), attempts: 0, rollback: false }));
+    pub(crate) fn retire(&mut self, map: KeyMap, due: Instant) {
+        self.waiting.push((due, Entry { what: Unused::Map(map), attempts: 0, rollback: false }));
     }
 
     /// A map of exactly what `is_it` looks for comes back, if its turn has not come yet.
-    pub(crate) fn exhume(&mut self, is_it: impl Fn(&KeyMap) -> bool) -> Option<KeyMap> {
+    pub(crate) fn take_back(&mut self, is_it: impl Fn(&KeyMap) -> bool) -> Option<KeyMap> {
         let fits = |entry: &Entry| match &entry.what {
-            Doomed::Map(map) => entry.attempts == 0 && is_it(map),
-            Doomed::Direct(_) => false,
+            Unused::Map(map) => entry.attempts == 0 && is_it(map),
+            Unused::Direct(_) => false,
         };
         let place = self.waiting.iter().position(|(_, entry)| fits(entry))?;
         match self.waiting.remove(place).1.what {
-            Doomed::Map(map) => Some(map),
-            Doomed::Direct(_) => None,
+            Unused::Map(map) => Some(map),
+            Unused::Direct(_) => None,
         }
     }
 
     /// The maps that wait, and whose direct keys can be shared therefore.
     pub(crate) fn waiting_maps(&self) -> impl Iterator<Item = &KeyMap> {
         self.waiting.iter().filter_map(|(_, entry)| match &entry.what {
-            Doomed::Map(map) => Some(map),
-            Doomed::Direct(_) => None,
+            Unused::Map(map) => Some(map),
+            Unused::Direct(_) => None,
         })
     }
 
@@ -154,12 +154,12 @@ impl Reaper {
 
     /// The same with a whole map.
     pub(crate) fn roll_back_map(&mut self, map: KeyMap) {
-        self.ready.push_front(Entry { what: Doomed::Map(map), attempts: 0, rollback: true });
+        self.ready.push_front(Entry { what: Unused::Map(map), attempts: 0, rollback: true });
     }
 
     fn let_go(&mut self, keys: Vec<Arc<DirectKey>>, rollback: bool) {
         for key in keys.into_iter().filter_map(Arc::into_inner) {
-            let entry = Entry { what: Doomed::Direct(key), attempts: 0, rollback };
+            let entry = Entry { what: Unused::Direct(key), attempts: 0, rollback };
             if rollback { self.ready.push_front(entry) } else { self.ready.push_back(entry) }
         }
     }
@@ -195,8 +195,8 @@ impl Reaper {
         }
         let entry = self.ready.pop_front()?;
         let index = match &entry.what {
-            Doomed::Map(map) => map.index,
-            Doomed::Direct(key) => key.index,
+            Unused::Map(map) => map.index,
+            Unused::Direct(key) => key.index,
         };
         self.flying.insert(tag, entry);
         Some(index)
@@ -237,11 +237,11 @@ impl Reaper {
             return Some(Fate::Again);
         }
         let pins = match entry.what {
-            Doomed::Map(map) => {
+            Unused::Map(map) => {
                 self.let_go(map.direct, entry.rollback);
                 None
             }
-            Doomed::Direct(key) => Some(key.pins),
+            Unused::Direct(key) => Some(key.pins),
         };
         self.abandoned.insert(tag, Abandoned::Kept(pins));
         Some(Fate::Abandoned)
@@ -249,8 +249,8 @@ impl Reaper {
 
     fn destroyed(&mut self, entry: Entry) {
         match entry.what {
-            Doomed::Map(map) => self.let_go(map.direct, entry.rollback),
-            Doomed::Direct(key) => self.released.push_back(key.pins),
+            Unused::Map(map) => self.let_go(map.direct, entry.rollback),
+            Unused::Direct(key) => self.released.push_back(key.pins),
         }
     }
 
@@ -273,8 +273,8 @@ impl Reaper {
             (Abandoned::Created(direct), KeyAnswer::Done { index }) => {
                 let index = *index;
                 let what = match direct {
-                    Some((piece, pins)) => Doomed::Direct(DirectKey { index, piece, pins }),
-                    None => Doomed::Map(KeyMap::new(index, Vec::new())),
+                    Some((piece, pins)) => Unused::Direct(DirectKey { index, piece, pins }),
+                    None => Unused::Map(KeyMap::new(index, Vec::new())),
                 };
                 self.ready.push_back(Entry { what, attempts: 0, rollback: false });
                 Some(Late::Created)
@@ -307,8 +307,8 @@ impl Reaper {
         let flying = std::mem::take(&mut self.flying).into_values();
         for entry in waiting.chain(ready).chain(flying) {
             match entry.what {
-                Doomed::Map(map) => unpin_last(map.direct),
-                Doomed::Direct(key) => key.pins.unpin(),
+                Unused::Map(map) => unpin_last(map.direct),
+                Unused::Direct(key) => key.pins.unpin(),
             }
         }
         let abandoned = std::mem::take(&mut self.abandoned).into_values();
@@ -316,13 +316,9 @@ impl Reaper {
         pins.for_each(Pins::unpin);
     }
 
-    /// Maps whose indirect key exists, and keys of theirs and others that are to be destroyed.
-    pub(crate) fn backlog(&self) -> (usize, usize) {
+    /// Keys that are to be destroyed.
+    pub(crate) fn backlog(&self) -> usize {
         let waiting = self.waiting.iter().map(|(_, entry)| entry);
-        let entries = waiting.chain(&self.ready).chain(self.flying.values());
-        entries.fold((0, 0), |(maps, keys), entry| {
-            let map = usize::from(matches!(entry.what, Doomed::Map(_)));
-            (maps + map, keys + entry.keys())
-        })
+        waiting.chain(&self.ready).chain(self.flying.values()).map(Entry::keys).sum()
     }
 }

@@ -1,12 +1,12 @@
 //! All keys of a device.
 
-use crate::memory::build::{ACTION, Build, Creates, Flight, Prepared, Room, Slot};
+use crate::memory::build::{ACTION, Build, Creates, Flight, Prepared, Room, Slot, invalid};
 use crate::memory::command::{KeyAnswer, KeyCommand, KeyContext, Refusal};
 use crate::memory::counters::MemoryCounters;
 use crate::memory::keys::{DirectKey, KeyMap, MapRef, unpin_last};
 use crate::memory::pins::Ledger;
 use crate::memory::reaper::{Fate, Late, Reaper};
-use crate::memory::split::{MapError, Piece, split};
+use crate::memory::split::{Piece, split};
 use crate::memory::translation::{Covered, klm_count, klms};
 use crate::memory::{Deletion, MemoryConfig, Update};
 use martlet_device_io::Dma;
@@ -14,17 +14,6 @@ use martlet_mlx5_abi::memory::mkey_from_index;
 use martlet_units::Instant;
 use martlet_vdpa::{MapRun, VdpaError};
 use std::sync::Arc;
-
-/// What a drain came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Drained {
-    /// Maps that somebody still holds, the current one included: their keys exist.
-    pub maps_held: usize,
-    /// Keys that may exist although nobody knows or can destroy them.
-    pub keys_abandoned: u64,
-    /// Bytes that stay pinned because of them.
-    pub abandoned_bytes: u64,
-}
 
 /// Which commands have their turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,15 +93,13 @@ impl Registry {
     /// setting the same map twice costs nothing. Memory is known by its address and owner: an
     /// owner that puts other pages behind the same addresses must take them out of the map first.
     pub(crate) fn begin_set_map(&mut self, runs: &[MapRun]) -> Result<(), VdpaError> {
-        let invalid = |reason: String| VdpaError::Invalid { action: ACTION, reason };
         if self.build.is_some() || self.outcome.is_some() {
             return Err(invalid("another map is being built".to_owned()));
         }
-        let pieces = self.split(runs).map_err(|error| invalid(error.to_string()))?;
+        let pieces = self.split(runs)?;
         if pieces.is_empty() {
             self.outcome = Some(Ok(None));
         } else if let Some(map) = self.find_map(&pieces) {
-            self.counted.maps_reused += 1;
             self.outcome = Some(Ok(Some(map)));
         } else {
             let slots: Vec<Slot> = pieces.into_iter().map(|piece| self.slot(piece)).collect();
@@ -121,12 +108,14 @@ impl Registry {
         Ok(())
     }
 
-    fn split(&self, runs: &[MapRun]) -> Result<Vec<Piece>, MapError> {
+    fn split(&self, runs: &[MapRun]) -> Result<Vec<Piece>, VdpaError> {
         let pieces = split(runs, self.config.piece_bytes)?;
         let entries = klm_count(pieces.iter().map(|piece| (piece.iova, piece.bytes)));
         let entries_max = self.config.entries_max;
         if entries > entries_max {
-            return Err(MapError::TooManyEntries { entries, entries_max });
+            return Err(invalid(format!(
+                "the map needs {entries} entries in the indirect key, the device takes {entries_max}"
+            )));
         }
         Ok(pieces)
     }
@@ -137,17 +126,16 @@ impl Registry {
             return None;
         }
         if !self.held.iter().any(|map| map.is_of(pieces)) {
-            let map = self.reaper.exhume(|map| map.is_of(pieces))?;
+            let map = self.reaper.take_back(|map| map.is_of(pieces))?;
             self.held.push(map);
         }
         self.held.iter().find(|map| map.is_of(pieces)).map(|map| map.name.clone())
     }
 
-    fn slot(&mut self, piece: Piece) -> Slot {
+    fn slot(&self, piece: Piece) -> Slot {
         if self.config.update == Update::Changed {
             let mut maps = self.held.iter().chain(self.reaper.waiting_maps());
             if let Some(key) = maps.find_map(|map| map.find(&piece)) {
-                self.counted.pieces_shared += 1;
                 return Slot::Ready(Arc::clone(key));
             }
         }
@@ -231,7 +219,7 @@ impl Registry {
             Deletion::AtOnce => now,
         };
         for map in self.held.extract_if(.., |map| map.name.is_last()) {
-            self.reaper.bury(map, due);
+            self.reaper.retire(map, due);
         }
     }
 
@@ -276,7 +264,6 @@ impl Registry {
             return None;
         }
         let Prepared { slot, piece, pins, mtts } = build.take_prepared()?;
-        self.counted.entries_written += mtts.count();
         let command = KeyCommand::direct(tag, &self.context, piece.bytes, piece.access, mtts);
         self.take_off(&command, Creates::Direct { slot, piece, pins });
         Some(command)
@@ -292,7 +279,6 @@ impl Registry {
             key: mkey_from_index(key.index, 0),
         });
         let list = klms(covered, self.context.null_key);
-        self.counted.entries_written += u64::try_from(list.len()).unwrap_or(u64::MAX);
         let command = KeyCommand::indirect(tag, &self.context, span, list);
         self.take_off(&command, Creates::Indirect);
         Some(command)
@@ -355,7 +341,6 @@ impl Registry {
                 build.made(slot, DirectKey { index, piece, pins });
                 self.counted.keys_created += 1;
                 self.counted.keys_live += 1;
-                self.counted.pieces_built += 1;
             }
             (Creates::Indirect, KeyAnswer::Done { index }) => self.built(index),
             (what, KeyAnswer::Refused { why, error }) => {
@@ -458,19 +443,13 @@ impl Registry {
         while self.release_one() {}
     }
 
-    /// How the drain went; `None` while it goes on. Memory of destroyed keys is unpinned by then.
-    pub(crate) fn poll_drained(&mut self, now: Instant) -> Option<Drained> {
+    /// Whether the drain is over. Memory of destroyed keys is unpinned by then.
+    pub(crate) fn poll_drained(&mut self, now: Instant) -> bool {
         self.collect(now);
         while self.release_one() {}
-        if self.build.is_some() || !self.reaper.is_idle() {
-            return None;
-        }
-        self.draining = false;
-        Some(Drained {
-            maps_held: self.held.len(),
-            keys_abandoned: self.counted.keys_abandoned,
-            abandoned_bytes: self.counters().abandoned_bytes,
-        })
+        let is_over = self.build.is_none() && self.reaper.is_idle();
+        self.draining &= !is_over;
+        is_over
     }
 
     /// Gives a drain up that takes too long. What it has not destroyed stays in the backlog, and
@@ -499,13 +478,11 @@ impl Registry {
 
     /// What was done so far.
     pub(crate) fn counters(&self) -> MemoryCounters {
-        let (backlog_maps, backlog_keys) = self.reaper.backlog();
         MemoryCounters {
             pinned_bytes: self.ledger.pinned_bytes(),
             abandoned_bytes: self.reaper.abandoned_bytes() + self.ledger.abandoned_bytes(),
             maps_held: self.held.len(),
-            backlog_maps,
-            backlog_keys,
+            backlog_keys: self.reaper.backlog(),
             ..self.counted
         }
     }

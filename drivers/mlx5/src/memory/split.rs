@@ -1,46 +1,8 @@
 //! The guest's map, cut into the pieces that get a key each.
 
+use crate::memory::build::invalid;
 use martlet_units::PAGE_SIZE;
-use martlet_vdpa::{Access, HostMemory, MapRun};
-
-/// Why a map can't be given to the device: the VMM's fault. The values are in the message.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum MapError {
-    /// Empty, or not whole pages, here or in the guest's addresses.
-    #[error("the run at {iova:#x} ({bytes:#x} bytes at {address:#x}) is not whole pages")]
-    NotPages {
-        /// Where the run begins.
-        iova: u64,
-        /// Its length.
-        bytes: u64,
-        /// Where its memory begins in this process.
-        address: u64,
-    },
-    /// The addresses leave 64 bits.
-    #[error("the run at {iova:#x} of {bytes:#x} bytes ends past the last address")]
-    TooHigh {
-        /// Where the run begins.
-        iova: u64,
-        /// Its length.
-        bytes: u64,
-    },
-    /// The runs overlap or are out of order.
-    #[error("the run at {iova:#x} begins before the one before it ends ({end:#x})")]
-    OutOfOrder {
-        /// Where the run begins.
-        iova: u64,
-        /// Where the run before ends.
-        end: u64,
-    },
-    /// The indirect key would have more entries than the device takes.
-    #[error("the map needs {entries} entries in the indirect key, the device takes {entries_max}")]
-    TooManyEntries {
-        /// Needed: pieces and holes.
-        entries: u64,
-        /// Possible.
-        entries_max: u64,
-    },
-}
+use martlet_vdpa::{Access, HostMemory, MapRun, VdpaError};
 
 /// A piece of the map behind one direct key: contiguous for the guest, one access, at most
 /// `piece_bytes` long, and never across a multiple of that.
@@ -121,7 +83,7 @@ impl Cursor<'_> {
 
 /// Cuts a map into pieces of at most `piece_bytes` (a power of two, whole pages), in the order of
 /// their addresses. Costs a step for each run and each piece, and touches no memory.
-pub(crate) fn split(runs: &[MapRun], piece_bytes: u64) -> Result<Vec<Piece>, MapError> {
+pub(crate) fn split(runs: &[MapRun], piece_bytes: u64) -> Result<Vec<Piece>, VdpaError> {
     assert!(piece_bytes.is_power_of_two() && piece_bytes >= PAGE_SIZE, "pieces are whole pages");
     let mut pieces: Vec<Piece> = Vec::new();
     let mut last_end = 0;
@@ -160,14 +122,18 @@ pub(crate) fn split(runs: &[MapRun], piece_bytes: u64) -> Result<Vec<Piece>, Map
 }
 
 /// One past the run's last address, if the run may follow what ends at `last_end`.
-fn checked_end(run: &MapRun, last_end: u64) -> Result<u64, MapError> {
+fn checked_end(run: &MapRun, last_end: u64) -> Result<u64, VdpaError> {
     let (iova, bytes, address) = (run.iova.0, run.memory.bytes(), run.memory.address());
     if bytes == 0 || [iova, bytes, address].iter().any(|value| !value.is_multiple_of(PAGE_SIZE)) {
-        return Err(MapError::NotPages { iova, bytes, address });
+        let what = format!("the run at {iova:#x} ({bytes:#x} bytes at {address:#x})");
+        return Err(invalid(format!("{what} is not whole pages")));
     }
-    let end = iova.checked_add(bytes).ok_or(MapError::TooHigh { iova, bytes })?;
+    let end = iova.checked_add(bytes).ok_or_else(|| {
+        invalid(format!("the run at {iova:#x} of {bytes:#x} bytes ends past the last address"))
+    })?;
     if iova < last_end {
-        return Err(MapError::OutOfOrder { iova, end: last_end });
+        let before = format!("before the one before it ends ({last_end:#x})");
+        return Err(invalid(format!("the run at {iova:#x} begins {before}")));
     }
     Ok(end)
 }
@@ -179,6 +145,10 @@ mod tests {
     use proptest::prelude::*;
 
     const PIECE: u64 = 16 * PAGE;
+
+    fn refusal(runs: &[MapRun]) -> String {
+        split(runs, PIECE).unwrap_err().to_string()
+    }
 
     fn shape(pieces: &[Piece]) -> Vec<(u64, u64)> {
         pieces.iter().map(|piece| (piece.iova / PAGE, piece.bytes / PAGE)).collect()
@@ -207,7 +177,7 @@ mod tests {
         let pieces = split(&[run(top - 20, &memory, 0, 20, Access::Read)], PIECE).unwrap();
         assert_eq!(shape(&pieces), [(top - 20, 5), (top - 15, 15)]);
         let past = run(top - 20, &memory, 0, 21, Access::Read);
-        assert!(matches!(split(&[past], PIECE), Err(MapError::TooHigh { .. })));
+        assert!(refusal(&[past]).contains("past the last address"));
     }
 
     #[test]
@@ -215,14 +185,11 @@ mod tests {
         let memory = fake_memory(0x10_0000, 32 * PAGE);
         let odd =
             MapRun { memory: memory.slice(0, 100).unwrap(), ..run(0, &memory, 0, 1, Access::Read) };
-        assert!(matches!(split(&[odd], PIECE), Err(MapError::NotPages { .. })));
+        assert!(refusal(&[odd]).contains("not whole pages"));
         let empty = run(0, &memory, 0, 0, Access::Read);
-        assert!(matches!(split(&[empty], PIECE), Err(MapError::NotPages { .. })));
+        assert!(refusal(&[empty]).contains("not whole pages"));
         let two = [run(4, &memory, 0, 4, Access::Read), run(7, &memory, 8, 1, Access::Read)];
-        assert_eq!(
-            split(&two, PIECE).unwrap_err(),
-            MapError::OutOfOrder { iova: 7 * PAGE, end: 8 * PAGE }
-        );
+        assert!(refusal(&two).contains("0x7000 begins before the one before it ends (0x8000)"));
     }
 
     #[test]

@@ -78,12 +78,7 @@ impl Faults {
         let only_time_outs = !self.list.is_empty()
             && self.list.iter().all(|f| matches!(f.error, CommandError::Timeout { .. }));
         match self.list.first().map(|fault| &fault.error) {
-            Some(CommandError::Timeout { waited, .. })
-                if only_time_outs && self.standing.is_empty() =>
-            {
-                let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-                VdpaError::Timeout { action, waited_ms }
-            }
+            Some(first) if only_time_outs && self.standing.is_empty() => vdpa_error(action, first),
             _ => VdpaError::Device { action, reason: parts.join("; ") },
         }
     }
@@ -111,9 +106,7 @@ pub(crate) fn vdpa_error(action: &'static str, error: &CommandError) -> VdpaErro
         CommandError::Gone { .. } | CommandError::NotIssued { because: SubmitError::Gone, .. } => {
             VdpaError::Gone { action }
         }
-        CommandError::NotIssued { because: SubmitError::NoMailboxes { .. }, .. } => {
-            VdpaError::Host { action, reason: full(error) }
-        }
+        CommandError::NotIssued { .. } => VdpaError::Host { action, reason: full(error) },
         CommandError::Timeout { waited, .. } => {
             let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
             VdpaError::Timeout { action, waited_ms }

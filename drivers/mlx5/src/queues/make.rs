@@ -5,9 +5,8 @@ use super::set::{Gates, Queues, batch};
 use super::start::{Starting, Target, destroyed};
 use super::state::{ObjectEvent, ObjectState};
 use super::stop::Stopping;
-use crate::batch::OnFailure;
 use crate::command::{CommandError, Output};
-use crate::firmware::{Firmware, users};
+use crate::firmware::Firmware;
 use crate::options::Prepare;
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
@@ -24,7 +23,6 @@ impl Queues {
     ) -> Faults {
         let active = self.active();
         match style {
-            Prepare::Nothing => Faults::default(),
             Prepare::Suspended if self.is_resumable() && self.scratch.is_some() => {
                 let starting = Starting::begin(&active, Target::MadeOnScratch);
                 let mut faults = starting.run(firmware, self, gates);
@@ -41,7 +39,7 @@ impl Queues {
     /// is enough for all fields and the start.
     fn warm_up(&mut self, firmware: &Firmware, active: &[usize]) -> Faults {
         let mut faults = Faults::default();
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         let is_new = |index: &usize| {
             self.object(*index).is_some_and(|object| object.state == ObjectState::Init)
         };
@@ -102,7 +100,7 @@ impl Queues {
         gates: &impl Gates,
     ) -> Faults {
         let mut faults = Faults::default();
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         let which = self.with_object(which);
         for index in &which {
             gates.close(*index);
@@ -134,7 +132,7 @@ impl Queues {
         let Some(object) = self.object_mut(index) else { return Ok(()) };
         let options = firmware.options();
         let request = object.query_request();
-        let output = firmware.call(users::QUEUES, options.deadlines.queues, request);
+        let output = firmware.call(options.deadlines.queues, request);
         let found = output.and_then(|output| object.found(&output));
         match found {
             Ok(Some(at)) => {
@@ -153,7 +151,7 @@ impl Queues {
         which: &[usize],
         gates: &impl Gates,
     ) -> Faults {
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         let which = self.with_object(which);
         for object in which.iter().filter_map(|index| self.object(*index)) {
             batch.push(object.query_request());
@@ -179,7 +177,7 @@ impl Queues {
 
     /// Reads the counters of all queues: receive and transmit queues, by turns.
     pub(crate) fn read_counters(&self, firmware: &Firmware) -> Vec<(usize, VirtqCounters)> {
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         let numbered = self.list.iter().enumerate();
         let numbered = numbered.filter_map(|(index, queue)| Some((index, queue.counters?)));
         let numbered: Vec<(usize, u32)> = numbered.collect();
@@ -198,7 +196,7 @@ impl Queues {
 
     /// Drops the counters of all queues, which must not exist any more.
     pub(crate) fn drop_counters(&mut self, firmware: &Firmware) {
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         for queue in &mut self.list {
             if let Some(number) = queue.counters.take() {
                 let opcode = Opcode::DESTROY_GENERAL_OBJECT;

@@ -4,9 +4,9 @@ use super::queue::{Common, Fields, Hold, LogTo, Object, Place, Queue};
 use super::state::{ObjectEvent, ObjectState};
 use super::table::Table;
 use super::umem::{self, Retired};
-use crate::batch::{Batch, BatchOptions, OnFailure};
+use crate::batch::Batch;
 use crate::command::{CommandError, CommandId, Keep, Output};
-use crate::firmware::{Firmware, users};
+use crate::firmware::Firmware;
 use crate::memory::MapRef;
 use crate::options::Pace;
 use martlet_mlx5_abi::capability::VirtioCapabilities;
@@ -50,7 +50,7 @@ pub(crate) struct Queues {
     pub(crate) ghosts: Vec<(u32, CommandId)>,
     /// The device says that an object does not exist that should, or that there is one where none
     /// should be: a number that it told was not the right one.
-    pub(crate) has_doubts: bool,
+    pub(crate) has_wrong_numbers: bool,
 }
 
 impl Queues {
@@ -153,7 +153,7 @@ impl Queues {
     ) {
         // Unless an earlier destruction has been done, its number was not the right one.
         let may_be_missing = object.is_known && object.may_be_gone;
-        self.has_doubts |= is_missing(result) && !may_be_missing;
+        self.has_wrong_numbers |= is_missing(result) && !may_be_missing;
         if is_destroyed(result) {
             self.bury(&object);
         } else {
@@ -201,7 +201,7 @@ impl Queues {
         if retired.is_empty() {
             return;
         }
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         for (id, memory) in &retired {
             batch.push(umem::destroy(*id, memory));
         }
@@ -224,7 +224,7 @@ impl Queues {
         if self.orphans.is_empty() {
             return 0;
         }
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         for orphan in &self.orphans {
             batch.push(orphan.destroy_request());
         }
@@ -247,11 +247,6 @@ fn is_missing(result: &Result<Output, CommandError>) -> bool {
 }
 
 /// A batch of commands about queues.
-pub(crate) fn batch(firmware: &Firmware, pace: Pace, on_failure: OnFailure) -> Batch {
-    Batch::new(BatchOptions {
-        user: users::QUEUES,
-        window: firmware.careful(pace).window(),
-        deadline: firmware.options().deadlines.queues,
-        on_failure,
-    })
+pub(crate) fn batch(firmware: &Firmware, pace: Pace) -> Batch {
+    Batch::new(firmware.careful(pace).window(), firmware.options().deadlines.queues)
 }

@@ -4,7 +4,7 @@ use super::fate::Faults;
 use super::set::{Gates, Queues, batch};
 use super::start::destroyed;
 use super::state::{ObjectEvent, ObjectState};
-use crate::batch::{Batch, OnFailure};
+use crate::batch::Batch;
 use crate::command::{CommandError, Output};
 use crate::firmware::Firmware;
 use crate::options::Barrier;
@@ -87,7 +87,7 @@ impl Stopping {
         let mut unsettled = which.clone();
         unsettled.retain(|index| queues.is_unsettled(firmware, *index));
         let doomed = doom(firmware, queues, &strays);
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         let mut items = Vec::new();
         let (mut wrong, mut begins) = (BTreeMap::new(), BTreeMap::new());
         for index in which.iter().chain(&strays).copied() {
@@ -168,7 +168,7 @@ impl Stopping {
         if which.is_empty() || round > READS_MAX {
             return self.end(firmware, queues);
         }
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         for object in which.iter().filter_map(|index| queues.object(*index)) {
             batch.push(object.query_request());
         }
@@ -187,7 +187,7 @@ impl Stopping {
         if which.is_empty() && queues.orphans.is_empty() {
             return Phase::Over;
         }
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         let objects = which.iter().filter_map(|index| queues.object(*index));
         for object in objects.chain(&queues.orphans) {
             batch.push(object.destroy_request());

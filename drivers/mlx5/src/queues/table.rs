@@ -4,7 +4,6 @@
 //! so a table shrinks before its queues do, and grows after them.
 
 use super::set::{Queues, batch};
-use crate::batch::OnFailure;
 use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
 use crate::options::Pace;
@@ -128,7 +127,7 @@ impl Queues {
         let mut outcome = Ok(());
         for _ in 0..TABLE_TRIES_MAX {
             let Some(step) = self.table_step(receivers) else { return Ok(()) };
-            let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
+            let mut batch = batch(firmware, Pace::Serial);
             batch.push(self.table_request(step, receivers));
             firmware.run(&mut batch);
             outcome = match batch.result(0) {

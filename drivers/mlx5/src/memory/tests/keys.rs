@@ -33,7 +33,7 @@ fn a_map_is_direct_keys_and_one_indirect_last() {
     assert_eq!(rig.log, [0x200; 6]);
     assert_eq!(rig.world.pinned_bytes(), 67 * PAGE);
     let counters = rig.registry.counters();
-    assert_eq!((counters.keys_live, counters.pieces_built, counters.commands), (6, 5, 6));
+    assert_eq!((counters.keys_live, counters.commands), (6, 6));
     assert_eq!((counters.create_depth_max, counters.pinned_bytes), (5, 67 * PAGE));
 }
 
@@ -75,7 +75,6 @@ fn only_what_changed_is_built() {
     // Memory at the front: the pieces behind it keep their keys.
     map[0] = run(PAGE, &memory, PAGE, 47 * PAGE, Access::ReadWrite);
     rig.set_map(&map).unwrap();
-    assert_eq!(rig.registry.counters().pieces_built, 5 + 1 + 1);
     rig.check(&map);
 }
 
@@ -90,7 +89,7 @@ fn a_map_that_comes_back_in_time_is_there() {
     rig.pass(DELAY / 2);
     rig.set_map(&map).unwrap();
     rig.check(&map);
-    assert_eq!((rig.log.len(), rig.registry.counters().maps_reused), (commands, 1));
+    assert_eq!(rig.log.len(), commands);
     rig.pass(DELAY * 2);
     assert_eq!(rig.world.keys(), 6);
     rig.check(&map);
@@ -218,8 +217,8 @@ fn a_failure_at_any_command_leaves_the_old_map_and_no_key() {
                 rig.set_map(&second_map(&memory)).unwrap();
                 rig.check(&second_map(&memory));
                 rig.registry.install(None);
-                let drained = rig.drain();
-                assert_eq!(drained.abandoned_bytes, abandoned);
+                rig.drain();
+                assert_eq!(rig.registry.counters().abandoned_bytes, abandoned);
                 assert_eq!(rig.world.pinned_bytes(), abandoned);
                 rig.world.books().keys.clear();
                 rig.registry.forget_all();
@@ -367,7 +366,7 @@ fn a_late_answer_leaves_nothing_due_at_once() {
         let pinned = rig.world.pinned_bytes();
         rig.answer_late();
         assert!(rig.world.pinned_bytes() < pinned, "unpinned at once");
-        assert_eq!(rig.registry.poll_drained(rig.now), None);
+        assert!(!rig.registry.poll_drained(rig.now));
         assert_eq!(rig.registry.next_due(rig.now), None, "only answers are awaited");
         // The drain is given up: the rest goes nevertheless.
         rig.registry.end_drain();
@@ -405,11 +404,13 @@ fn a_drain_waits_for_nothing_and_says_what_is_held() {
     let queue = rig.registry.current().cloned();
     rig.set_map(&second_map(&memory)).unwrap();
     rig.registry.install(None);
-    let drained = rig.drain();
-    assert_eq!((drained.maps_held, drained.keys_abandoned), (1, 0));
+    rig.drain();
+    let counters = rig.registry.counters();
+    assert_eq!((counters.maps_held, counters.keys_abandoned), (1, 0));
     assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (6, 67 * PAGE));
     drop(queue);
-    assert_eq!(rig.drain().maps_held, 0);
+    rig.drain();
+    assert_eq!(rig.registry.counters().maps_held, 0);
     assert_eq!((rig.world.keys(), rig.world.pinned_bytes()), (0, 0));
     rig.world.no_crimes();
 }
@@ -509,9 +510,8 @@ fn a_guest_of_256_gib_has_258_keys() {
     assert_eq!((counters.keys_created, counters.commands), (258, 258));
     assert_eq!(counters.create_depth_max, MemoryConfig::default().create_window);
     // Pieces that are round: an entry each, but for the two below 1 GiB. 257 pieces and the holes
-    // at 640 KiB and 2 GiB (two entries).
-    let list = 257 + 3;
-    assert!(counters.entries_written < 256 + (1 << 10) + 5 + list, "{counters:?}");
+    // at 640 KiB and 2 GiB (two entries): the window's lists are short.
+    assert!(counters.staged_bytes_max < 32 << 10, "{counters:?}");
     assert_eq!(rig.translate(257 * GIB + 5, Access::Write), Some((1 << 40) + 255 * GIB + 5));
     assert_eq!(rig.translate(3 * GIB, Access::Read), None);
     // 2 GiB more, hot-plugged: two keys and an indirect one.
@@ -534,7 +534,6 @@ fn lists_are_staged_within_a_limit() {
     rig.world.books().fragments = vec![1, 2, 1, 3];
     rig.set_map(&[run(0, &memory, 0, 2 * GIB, Access::ReadWrite)]).unwrap();
     let counters = rig.registry.counters();
-    assert_eq!(counters.entries_written, 8 * 65536 + 8);
     assert_eq!(counters.create_depth_max, 3);
     assert_eq!(counters.staged_bytes_max, 3 * (272 + (512 << 10)));
     // One that is longer than the limit still goes, alone.

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use super::support::{NULL_KEY, PAGE, PD, World, config, fake_memory, run};
-use crate::command::{CommandQueue, QueueOptions, Request, UserId};
+use crate::command::{CommandQueue, Request};
 use crate::memory::{Issued, KeyAnswer, KeyContext, KeyPort, MapRef, MemoryConfig};
 use martlet_device_io::{BusAddress, BusMemory};
 use martlet_mlx5_abi::Opcode;
@@ -15,8 +15,6 @@ use proptest::prelude::*;
 use std::sync::Arc;
 use std::time::Duration;
 
-const ME: UserId = UserId(1);
-const OTHER: UserId = UserId(2);
 const DEADLINE: Duration = Duration::from_millis(100);
 
 /// How a command is answered.
@@ -45,15 +43,14 @@ impl Setup {
     fn new(config: MemoryConfig, mailbox_bytes_max: usize) -> Setup {
         let bus = SoftBus::new(Addressing::Iommu);
         let shape = CommandQueueShape { log_entries: 5, log_stride: 6 };
-        let options = QueueOptions { mailbox_bytes_max };
-        let queue = CommandQueue::new(bus.clone(), shape, options).unwrap().unwrap();
+        let queue = CommandQueue::new(bus.clone(), shape, mailbox_bytes_max).unwrap().unwrap();
         let context = KeyContext { uid: 0, pd: PD, null_key: NULL_KEY };
         Setup {
             bus,
             queue,
             owned: 0,
             world: World::default(),
-            port: KeyPort::new(config, context, ME, DEADLINE),
+            port: KeyPort::new(config, context, DEADLINE),
             now: Instant(1_000_000),
             answers: Vec::new(),
             answered: 0,
@@ -214,7 +211,7 @@ fn a_window_of_commands_shares_the_queue_with_others() {
     input[..2].copy_from_slice(&[0x09, 0x16]);
     for _ in 0..29 {
         let request = Request::with_output(Opcode::CREATE_RQT, &input, 16);
-        setup.queue.submit(setup.now, OTHER, DEADLINE, &request).unwrap();
+        setup.queue.submit(setup.now, DEADLINE, &request).unwrap();
     }
     setup.queue.poll_doorbell();
     let memory = memory();
@@ -392,8 +389,9 @@ fn a_device_that_goes_ends_everything() {
     setup.port.registry_mut().install(None);
     setup.port.registry_mut().begin_drain(VdpaError::Gone { action: "map memory" });
     while setup.port.poll(setup.now, &mut setup.queue, &setup.world) == Issued::One {}
-    let drained = setup.port.registry_mut().poll_drained(setup.now).unwrap();
-    assert_eq!((drained.maps_held, drained.abandoned_bytes), (0, 96 * PAGE));
+    assert!(setup.port.registry_mut().poll_drained(setup.now));
+    let counters = setup.port.registry().counters();
+    assert_eq!((counters.maps_held, counters.abandoned_bytes), (0, 96 * PAGE));
     assert_eq!(setup.world.pinned_bytes(), 96 * PAGE);
     setup.world.books().keys.clear();
     setup.port.registry_mut().forget_all();

@@ -1,7 +1,7 @@
 //! Makes the objects of queues that have none: memory for the firmware and counters first.
 
 use super::{Stage, Starting, Target};
-use crate::batch::{Batch, OnFailure};
+use crate::batch::Batch;
 use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
 use crate::queues::fate::number;
@@ -39,7 +39,7 @@ impl Starting {
                 return self.ready(firmware, queues);
             }
         };
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         for request in plan.requests() {
             batch.push(request);
         }
@@ -78,7 +78,7 @@ impl Starting {
                 return self.ready(firmware, queues);
             }
         };
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         let mut made = Vec::new();
         for (index, umem) in self.remake.iter().copied().zip(pieces) {
             let queue = &queues.list[index];
@@ -140,7 +140,7 @@ impl Starting {
             Err(error) => {
                 let is_wrong = |status| is_status(result, status);
                 if is_wrong(CommandStatus::BAD_INDEX) || is_wrong(CommandStatus::BAD_RESOURCE) {
-                    queues.has_doubts = true;
+                    queues.has_wrong_numbers = true;
                     // Perhaps it is its counters that don't exist.
                     queues.list[made.index].counters = None;
                 }

@@ -12,7 +12,7 @@ use super::set::{Gates, Queues, batch};
 use super::state::ObjectState;
 use super::table::{TABLE_TRIES_MAX, TableStep};
 use super::umem::UmemPlan;
-use crate::batch::{Batch, OnFailure};
+use crate::batch::Batch;
 use crate::command::{CommandError, Output};
 use crate::firmware::Firmware;
 use crate::options::Pace;
@@ -209,7 +209,7 @@ impl Starting {
             }
         };
         let which: Vec<usize> = self.queues.iter().copied().filter(is_unclear).collect();
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         for object in which.iter().filter_map(|index| queues.object(*index)) {
             batch.push(object.query_request());
         }
@@ -262,7 +262,7 @@ impl Starting {
         let Some(step) = queues.table_step(&receivers) else {
             return self.after_table(firmware, queues, then);
         };
-        let mut batch = batch(firmware, Pace::Serial, OnFailure::GoOn);
+        let mut batch = batch(firmware, Pace::Serial);
         batch.push(queues.table_request(step, &receivers));
         Stage::Table { batch, step, receivers, tries, then }
     }
@@ -275,7 +275,7 @@ impl Starting {
     }
 
     fn destroy(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
-        let mut batch = batch(firmware, firmware.options().lifecycle, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().lifecycle);
         for index in queues.with_object(&self.remake) {
             if let Some(object) = queues.object(index) {
                 batch.push(object.destroy_request());
@@ -292,7 +292,7 @@ impl Starting {
         if self.target != Target::Running {
             return self.table_in(firmware, queues);
         }
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         let mut items = Vec::new();
         for index in self.queues.iter().copied() {
             let Some(object) = queues.object(index) else { continue };
@@ -331,7 +331,7 @@ impl Starting {
         if failed.is_empty() {
             return self.table_in(firmware, queues);
         }
-        let mut batch = batch(firmware, firmware.options().queues, OnFailure::GoOn);
+        let mut batch = batch(firmware, firmware.options().queues);
         for (index, _) in &failed {
             queues.settle(firmware, *index);
             if let Some(object) = queues.object(*index) {

@@ -140,12 +140,12 @@ impl Rig {
 
     /// Figures of one opcode so far.
     pub(super) fn opcode(&self, opcode: martlet_mlx5_abi::Opcode) -> OpcodeStats {
-        self.device.firmware_stats().commands.of(opcode)
+        self.device.command_stats().of(opcode)
     }
 
     /// Commands issued so far.
     pub(super) fn issued(&self) -> u64 {
-        self.device.firmware_stats().commands.issued()
+        self.device.command_stats().issued()
     }
 }
 
