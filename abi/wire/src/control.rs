@@ -81,6 +81,9 @@ pub struct SetupDone {
     /// nothing to any other. Equal ones mean one clock, unless pings say otherwise.
     #[cbor(n(3), with = "minicbor::bytes")]
     pub clock_proof: Option<[u8; 32]>,
+    /// It takes a [`SwitchoverSoon`] that calls the stop off.
+    #[n(4)]
+    pub takes_call_off: Option<bool>,
 }
 
 /// Why one side ends an attempt.
@@ -168,7 +171,8 @@ pub struct SwitchoverSoon {
     #[n(0)]
     pub last_round: u32,
     /// The stop that was announced is called off: the guest runs on, the round goes on as one like
-    /// any other, and more will follow. Only before the final state was sent.
+    /// any other, and more will follow. Only before the final state was sent, and only to a
+    /// destination that said that it takes that ([`SetupDone::takes_call_off`]).
     #[n(1)]
     pub called_off: Option<bool>,
 }

@@ -121,6 +121,7 @@ fn control_messages() {
             token: ID,
             boot_id: ID,
             clock_proof: None,
+            takes_call_off: None,
         }),
         2,
         &format!("a3 00 50 {ID_HEX} 01 50 {ID_HEX} 02 50 {ID_HEX}"),
@@ -131,10 +132,11 @@ fn control_messages() {
             token: ID,
             boot_id: [0; 16],
             clock_proof: Some([0xee; 32]),
+            takes_call_off: Some(true),
         }),
         2,
         &format!(
-            "a4 00 50 {ID_HEX} 01 50 {ID_HEX} 02 50 {} 03 58 20 {}",
+            "a5 00 50 {ID_HEX} 01 50 {ID_HEX} 02 50 {} 03 58 20 {} 04 f5",
             "00".repeat(16),
             "ee".repeat(32)
         ),

@@ -42,6 +42,7 @@ fn messages() -> Vec<Control> {
             token: [4; 16],
             boot_id: [2; 16],
             clock_proof: Some([6; 32]),
+            takes_call_off: Some(true),
         }),
         Control::ChannelsReady,
         Control::RoundReceived(RoundReceived { round: 70_000 }),

@@ -40,6 +40,11 @@ impl Device {
         self.is_on.store(false, Ordering::SeqCst);
     }
 
+    /// Whether it writes no more.
+    pub(crate) fn is_out(&self) -> bool {
+        lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// When this returns it writes no more, and all that it wrote is marked.
     pub(crate) fn wait(&self) {
         if let Some(thread) = lock(&self.thread).take() {

@@ -7,8 +7,9 @@ use crate::{Fail, lock};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use martlet_engine::{Instant, monotonic_now};
-use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::Waker;
 use std::thread::{self, JoinHandle};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -28,6 +29,8 @@ pub(crate) struct Vcpu {
     msrs: Vec<u32>,
     ticks: Mutex<Ticks>,
     thread: Mutex<Option<JoinHandle<Result<(), Fail>>>>,
+    is_out: AtomicBool,
+    wake: Mutex<Option<Waker>>,
 }
 
 impl Vcpu {
@@ -42,7 +45,8 @@ impl Vcpu {
         let msrs = listed.as_slice().iter().copied().filter(is_given).collect();
         let immediate_exit = AtomicPtr::new(&raw mut fd.get_kvm_run().immediate_exit);
         let (fd, ticks, thread) = (Mutex::new(fd), Mutex::default(), Mutex::default());
-        Ok(Arc::new(Vcpu { fd, immediate_exit, msrs, ticks, thread }))
+        let (is_out, wake) = (true.into(), Mutex::default());
+        Ok(Arc::new(Vcpu { fd, immediate_exit, msrs, ticks, thread, is_out, wake }))
     }
 
     /// Where a guest of PVH begins: 32-bit code in flat segments, without paging.
@@ -60,8 +64,23 @@ impl Vcpu {
 
     pub(crate) fn run(self: &Arc<Self>) {
         self.set_immediate_exit(0);
+        self.is_out.store(false, Ordering::SeqCst);
         let vcpu = Arc::clone(self);
-        *lock(&self.thread) = Some(thread::spawn(move || vcpu.serve()));
+        *lock(&self.thread) = Some(thread::spawn(move || {
+            let served = vcpu.serve();
+            vcpu.is_out.store(true, Ordering::SeqCst);
+            lock(&vcpu.wake).take().into_iter().for_each(Waker::wake);
+            served
+        }));
+    }
+
+    /// Tells this one when it is out.
+    pub(crate) fn tell(&self, wake: &Waker) {
+        *lock(&self.wake) = Some(wake.clone());
+    }
+
+    pub(crate) fn is_out(&self) -> bool {
+        self.is_out.load(Ordering::SeqCst)
     }
 
     /// Tells it to leave the guest; waits for nothing.

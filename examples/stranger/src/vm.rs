@@ -13,6 +13,7 @@ use martlet_engine::{
     Tracker, monotonic_now,
 };
 use std::sync::{Arc, Mutex};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
@@ -92,28 +93,41 @@ impl SourceVmm for Vm {
         Ok(Rehearsal { pause, save, state: state.map_err(when("rehearse the stop"))? })
     }
 
-    fn begin_suspend(&self) {
+    fn begin_suspend(&self, _: &Waker) {
         self.device.stop();
     }
 
-    fn wait_suspended(&self) -> Result<(), Error> {
-        self.device.wait();
-        Ok(())
+    fn poll_suspended(&self) -> Poll<Result<(), Error>> {
+        if self.device.is_out() { Poll::Ready(Ok(())) } else { Poll::Pending }
     }
 
-    fn begin_pause(&self) {
+    fn begin_pause(&self, wake: &Waker) {
+        self.vcpu.tell(wake);
         self.vcpu.stop();
     }
 
-    fn wait_paused(&self) -> Result<Paused, Error> {
+    fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
+        if !self.vcpu.is_out() {
+            return Poll::Pending;
+        }
         self.vcpu.wait().map_err(when("stop the guest"))?;
         let permit = lock(&self.permit).take();
         let permit = permit.ok_or_else(|| Error::vmm("stop the guest", "it is not here"))?;
-        Ok(Paused { permit, was: RunState::Running })
+        Poll::Ready(Ok(Paused { permit, was: RunState::Running }))
     }
 
-    fn take_state(&self) -> Result<Vec<u8>, Error> {
-        self.vcpu.save().map_err(when("save the state"))
+    fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>> {
+        Poll::Ready(self.vcpu.save().map_err(when("save the state")))
+    }
+
+    fn cancel_stop(&self) {
+        // Both are out in a moment: a VMM whose device may be late does this on another thread.
+        self.vcpu.stop();
+        if self.vcpu.wait().is_ok() {
+            self.vcpu.run();
+        }
+        self.device.wait();
+        self.device.go().expect("its memory is here");
     }
 
     fn resume(&self, permit: RunPermit, state: RunState) {

@@ -6,6 +6,7 @@
 pub mod destination;
 mod error;
 mod report;
+pub mod source;
 mod vmm;
 
 pub use error::{Error, Fault};

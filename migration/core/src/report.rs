@@ -98,7 +98,7 @@ pub struct Outrun {
 impl Outrun {
     /// Whether another round is no better than the last: the guest dirties 90 % or more of what
     /// the link carries. A page that is dirtied twice counts once, so it can't be much above.
-    pub fn gains_nothing(&self) -> bool {
+    pub(crate) fn gains_nothing(&self) -> bool {
         self.dirties.0.saturating_mul(10) >= self.carries.0.saturating_mul(9)
     }
 }

@@ -6,6 +6,7 @@ use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::{ClockOffset, Instant, PageRange};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 /// Whether a guest runs or is paused by its owner. A paused guest stays paused across a
@@ -41,7 +42,7 @@ pub struct Rehearsal {
     pub pause: Duration,
     /// From then until the last state was saved.
     pub save: Duration,
-    /// A state as [`SourceVmm::take_state`] gives it, good for loading, not for running.
+    /// A state as [`SourceVmm::poll_state`] gives it, good for loading, not for running.
     pub state: Vec<u8>,
 }
 
@@ -79,9 +80,13 @@ pub struct FrameCheck {
 /// A machine whose guest can be moved away.
 ///
 /// Order of calls in one attempt: `machine_description`, `track`, any number of `rehearse` and
-/// `set_throttle`, then `begin_suspend`, `wait_suspended`, `begin_pause`, `wait_paused`,
-/// `take_state`, and if the attempt fails, `resume`. All take `&self`: the owner may ask for status
+/// `set_throttle`, then `begin_suspend`, `poll_suspended`, `begin_pause`, `poll_paused`,
+/// `poll_state`, and if the attempt fails, `resume`. All take `&self`: the owner may ask for status
 /// meanwhile.
+///
+/// `track` and `rehearse` may take their time. All others return at once, whatever a device or a
+/// vCPU does: the one who calls them has to hear the clock and the owner. A `poll_` is called again
+/// until it is ready: when the waker of its `begin_` was woken, and else from time to time.
 pub trait SourceVmm: Send + Sync {
     /// What a destination must build, opaque to the engine and checked by the destination's VMM.
     fn machine_description(&self) -> Vec<u8>;
@@ -105,28 +110,37 @@ pub trait SourceVmm: Send + Sync {
 
     /// Tells all devices that write guest memory by themselves to finish what they are at and stop,
     /// together; waits for nothing. The vCPUs run on: what they give to a device meanwhile, it
-    /// finds when it is resumed.
-    fn begin_suspend(&self) {}
+    /// finds when it is resumed. `wake` may be woken when `poll_suspended` has something to say;
+    /// it is asked every 50 us all the same.
+    fn begin_suspend(&self, wake: &Waker) {
+        let _ = wake;
+    }
 
-    /// Returns when no such device touches guest memory any more, and what they wrote is known to
-    /// dirty tracking. On an error all of them have been set going again and the guest runs on.
-    fn wait_suspended(&self) -> Result<(), Error> {
-        Ok(())
+    /// Ready when no such device touches guest memory any more, and what they wrote is known to
+    /// dirty tracking. After an error all of them go on, and the guest with them.
+    fn poll_suspended(&self) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
     }
 
     /// Tells all vCPUs to stop and then each to save its own state, at once; waits for nothing.
-    fn begin_pause(&self);
+    /// Wakes `wake` when the last one is out, and when the last one is saved.
+    fn begin_pause(&self, wake: &Waker);
 
-    /// Returns when no vCPU runs any more: dirty tracking is final from here. The saving may
-    /// still go on. On an error the guest and its devices have been set running again as they were.
-    fn wait_paused(&self) -> Result<Paused, Error>;
+    /// Ready when no vCPU runs any more: dirty tracking is final from here. The saving may
+    /// still go on. After an error the guest and its devices go on as they were.
+    fn poll_paused(&self) -> Poll<Result<Paused, Error>>;
 
-    /// Waits for the vCPUs' own saving, adds the VM's and devices' state and returns all of it.
-    /// Only between `wait_paused` and `resume`.
-    fn take_state(&self) -> Result<Vec<u8>, Error>;
+    /// The state of vCPUs, VM and devices, once the vCPUs have saved theirs. Only between
+    /// `poll_paused` and `resume`.
+    fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>>;
 
-    /// Gives the permit back; the guest goes on as it was, first its vCPUs, then its devices. The
-    /// source's way out of every failure before the commit.
+    /// Undoes `begin_suspend` and `begin_pause` that were not answered yet: devices and guest go on
+    /// as they were, each as soon as it has answered, however late that is. In between a new
+    /// attempt may fail.
+    fn cancel_stop(&self);
+
+    /// Gives the permit back; the guest goes on as it was, first its vCPUs, then its devices, which
+    /// nobody waits for. The source's way out of every failure before the commit.
     fn resume(&self, permit: RunPermit, state: RunState);
 
     /// After the commit: the guest has left for good. vCPU threads may end.

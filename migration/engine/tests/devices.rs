@@ -5,9 +5,10 @@
 mod fake;
 
 use fake::{FakeFactory, FakeVmm, line};
-use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report};
+use martlet_engine::{Fault, MigrateOptions, Migration, Outcome, Receiver, Report, Status};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -33,8 +34,10 @@ fn migrate(vmm: &Arc<FakeVmm>, to: &Receiver) -> Report {
 /// Stops everything and compares what was written with what is there.
 fn check(vmm: &FakeVmm) {
     use martlet_engine::SourceVmm;
-    vmm.begin_suspend();
-    vmm.wait_suspended().unwrap();
+    vmm.begin_suspend(Waker::noop());
+    while vmm.poll_suspended().is_pending() {
+        std::thread::yield_now();
+    }
     vmm.pause_by_owner();
     std::thread::sleep(Duration::from_millis(50));
     let device = vmm.device.writes.load(Ordering::SeqCst);
@@ -74,11 +77,38 @@ fn a_card_that_does_not_suspend_keeps_its_guest_here() {
     let report = migrate(&source, &receiver);
     assert_eq!(report.outcome, Outcome::Failed);
     let error = line(&report).unwrap();
-    assert!(error.contains("cannot suspend the devices"), "{error}");
+    assert!(error.contains("cannot suspend card 0"), "{error}");
     assert!(source.is_running());
     check_frames_flow(&source);
     // The next attempt is as good as the first.
     source.device.fail_suspend.store(false, Ordering::SeqCst);
+    assert_eq!(migrate(&source, &receiver).outcome, Outcome::Completed);
+}
+
+#[test]
+fn a_card_that_says_nothing_ends_the_attempt_and_a_cancel_is_heard_meanwhile() {
+    let (source, receiver, _factory) = scene();
+    source.device.is_silent.store(true, Ordering::SeqCst);
+    let report = migrate(&source, &receiver);
+    assert_eq!(report.outcome, Outcome::Failed);
+    assert_eq!(report.error.map(|error| error.fault()), Some(Fault::Device));
+    assert!(source.is_running());
+    check_frames_flow(&source);
+    let options =
+        MigrateOptions { downtime_limit: Duration::from_secs(30), ..MigrateOptions::default() };
+    let vmm = Arc::<FakeVmm>::clone(&source);
+    let migration = Migration::start(vmm, &receiver.address(), options).unwrap();
+    let begin = std::time::Instant::now();
+    while migration.progress().status != Status::Device {
+        assert!(begin.elapsed() < PATIENCE, "{:?}", migration.progress());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    migration.cancel();
+    let report = migration.wait(Duration::from_secs(5)).expect("a cancel is heard");
+    assert_eq!(report.outcome, Outcome::Cancelled);
+    assert!(source.is_running());
+    check_frames_flow(&source);
+    source.device.is_silent.store(false, Ordering::SeqCst);
     assert_eq!(migrate(&source, &receiver).outcome, Outcome::Completed);
 }
 

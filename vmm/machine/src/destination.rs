@@ -97,7 +97,7 @@ impl DestinationFactory for Factory {
         let lease = lease.ok_or_else(|| failed(ACTION, "another guest has the network devices"))?;
         let machine = Machine::waiting(&description, self.config.tracking, endpoint, lease)
             .map_err(|error| failed(ACTION, error.to_string()))?;
-        let machine = Arc::new(machine);
+        let machine = machine.shared();
         machine.serve_resets();
         request.check_wanted()?;
         let arrived = Arc::clone(&self.arrived);

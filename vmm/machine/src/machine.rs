@@ -2,7 +2,7 @@
 
 use crate::boot;
 use crate::config::{Accel, Boot, MachineConfig, Tracking};
-use crate::devices::virtio::{Devices, Lease, Nics};
+use crate::devices::virtio::{Devices, Lease, Nics, SavedNic};
 use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
 use crate::kvm::{self, BuildOptions};
 use crate::memory::GuestMemory;
@@ -21,7 +21,7 @@ use martlet_ram::GuestRam;
 use martlet_units::{Gpa, Instant, PageCount, PageRange};
 use martlet_vdpa::VdpaDevice;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 /// Why a guest stopped for good.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,6 +97,8 @@ pub struct Machine {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) control: Mutex<Control>,
     pub(crate) resets: Resets,
+    /// Itself, for threads that finish what nobody waits for.
+    me: OnceLock<Weak<Machine>>,
 }
 
 /// What changes of a machine. The lock is held while orders are given and waited for: a fraction
@@ -107,6 +109,16 @@ pub(crate) struct Control {
     pub(crate) permit: Option<RunPermit>,
     /// vCPUs were told to save themselves and nobody has collected that yet.
     pub(crate) is_saving: bool,
+    /// What was read for a state while they save themselves.
+    pub(crate) early: Option<Early>,
+    /// The stop that the vCPUs were told is not wanted any more: they go on when all are out.
+    pub(crate) is_withdrawn: bool,
+}
+
+/// What of a state is not the vCPUs'.
+pub(crate) struct Early {
+    vm: Result<Vec<u8>, String>,
+    nics: Result<Vec<SavedNic>, String>,
 }
 
 impl Control {
@@ -154,7 +166,7 @@ impl Machine {
             starts.get(number).map_or(Ok(()), |start| vcpu.set_start(start))
         };
         let machine = Machine::assemble(memory, built, nics, Arc::clone(&endpoint), prepare)?;
-        let machine = Arc::new(machine);
+        let machine = machine.shared();
         machine
             .keep_power_on()
             .map_err(|reason| MachineError::Host { reason: format!("save its start: {reason}") })?;
@@ -197,6 +209,29 @@ impl Machine {
         Ok(machine)
     }
 
+    /// Shares it, as its own threads may.
+    pub(crate) fn shared(self) -> Arc<Machine> {
+        let machine = Arc::new(self);
+        let _ = machine.me.set(Arc::downgrade(&machine));
+        machine
+    }
+
+    /// Does what may take long on a thread of its own; at once if there is none.
+    pub(crate) fn aside(&self, name: &str, work: impl FnOnce(&Machine) + Send + 'static) {
+        let Some(machine) = self.me.get().and_then(Weak::upgrade) else { return work(self) };
+        let work = Arc::new(Mutex::new(Some(work)));
+        let theirs = Arc::clone(&work);
+        let body = move || {
+            let work = lock(&theirs).take();
+            work.into_iter().for_each(|work| work(&machine));
+        };
+        if let Err(error) = std::thread::Builder::new().name(name.to_owned()).spawn(body) {
+            tracing::warn!(%error, name, "there is no thread for it");
+            let work = lock(&work).take();
+            work.into_iter().for_each(|work| work(self));
+        }
+    }
+
     fn assemble(
         memory: Arc<GuestMemory>,
         built: Built,
@@ -220,9 +255,16 @@ impl Machine {
         bus.connect(pulse);
         bus.plug(Arc::clone(&nics));
         let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
-        let control = Control { phase: Phase::Waiting, permit: None, is_saving: false };
+        let control = Control {
+            phase: Phase::Waiting,
+            permit: None,
+            is_saving: false,
+            early: None,
+            is_withdrawn: false,
+        };
         let (control, resets) = (Mutex::new(control), Resets::default());
-        Ok(Machine { group, vm, memory, bus, nics, endpoint, control, resets })
+        let me = OnceLock::new();
+        Ok(Machine { group, vm, memory, bus, nics, endpoint, control, resets, me })
     }
 
     /// How the guest stands.
@@ -377,9 +419,9 @@ impl Machine {
         control: &mut Control,
         is_rehearsal: bool,
     ) -> Result<SavedMachine, String> {
-        // The VM's part is read while the vCPUs still save theirs.
-        let vm = self.vm.save().map_err(|error| error.to_string());
-        let nics = self.nics.save(is_rehearsal);
+        // Read while the vCPUs still save theirs.
+        let early = control.early.take().unwrap_or_else(|| self.collect_early(is_rehearsal));
+        let Early { vm, nics } = early;
         control.is_saving = false;
         let vcpus = self.group.wait_saved();
         let vcpus = vcpus.map_err(|(number, error)| format!("vCPU {number}: {error}"))?;
@@ -389,8 +431,15 @@ impl Machine {
         Ok(SavedMachine { vcpus, vm: vm?, serial, nics })
     }
 
+    /// What can be read while the vCPUs save themselves.
+    pub(crate) fn collect_early(&self, is_rehearsal: bool) -> Early {
+        let vm = self.vm.save().map_err(|error| error.to_string());
+        Early { vm, nics: self.nics.save(is_rehearsal) }
+    }
+
     /// Waits for saves that nobody wants, so that the next order finds all vCPUs idle.
     pub(crate) fn forget_saves(&self, control: &mut Control) {
+        control.early = None;
         if std::mem::take(&mut control.is_saving) {
             let _ = self.group.wait_saved();
         }

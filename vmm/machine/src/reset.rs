@@ -74,7 +74,7 @@ impl Machine {
     pub(crate) fn keep_power_on(&self) -> Result<(), String> {
         let state = {
             let mut control = lock(&self.control);
-            self.group.begin_save();
+            self.group.begin_save(None);
             control.is_saving = true;
             let _ = self.group.wait_out();
             self.collect(&mut control, true)?

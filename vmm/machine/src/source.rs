@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::dirty::NicPages;
-use crate::machine::{EndCause, Machine};
+use crate::machine::{Control, EndCause, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
 use martlet_engine::{
@@ -13,6 +13,7 @@ use martlet_protocol::RunPermit;
 use martlet_ram::{DirtySource, GuestRam, TrackError, Tracker};
 use martlet_units::Instant;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 
 fn failed(action: &'static str, reason: impl Into<String>) -> Error {
     Error::vmm(action, reason)
@@ -66,55 +67,83 @@ impl SourceVmm for Machine {
         }
     }
 
-    fn begin_suspend(&self) {
+    fn begin_suspend(&self, _: &Waker) {
         self.nics.begin_suspend();
     }
 
-    fn wait_suspended(&self) -> Result<(), Error> {
-        let suspended = self.nics.wait_suspended();
+    fn poll_suspended(&self) -> Poll<Result<(), Error>> {
+        let suspended = self.nics.poll_suspended();
         suspended.map_err(|why| Error::new(Fault::Device, "suspend the devices", why))
     }
 
-    fn begin_pause(&self) {
+    fn begin_pause(&self, wake: &Waker) {
         let mut control = lock(&self.control);
         if control.step("stop it", Event::BeginPause).is_ok() {
             control.is_saving = true;
-            self.group.begin_save();
+            self.group.begin_save(Some(wake.clone()));
         }
     }
 
-    fn wait_paused(&self) -> Result<Paused, Error> {
+    fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
         const ACTION: &str = "stop the guest";
         let mut control = lock(&self.control);
         let Phase::Stopping(was) = control.phase else {
-            self.resume_devices();
-            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+            self.let_devices_go();
+            let error = failed(ACTION, format!("the guest {}", control.phase.describe()));
+            return Poll::Ready(Err(error));
         };
-        let from_vcpus = self.group.wait_out();
-        let permit = from_vcpus.or_else(|| control.permit.take());
-        let permit = permit.expect("the permit of a guest that is here");
-        if let Err(error) = self.check_alive(ACTION) {
-            self.forget_saves(&mut control);
-            control.step("go on", Event::CannotLeave).expect("it was stopping");
-            self.go_on(&mut control, permit, was);
-            if self.is_reset_asked() {
-                self.group.ask_reset();
-            }
-            self.resume_devices();
-            return Err(error);
+        if control.is_withdrawn {
+            self.let_devices_go();
+            return Poll::Ready(Err(failed(ACTION, "an earlier stop is not over")));
         }
+        if !self.group.are_out() {
+            return Poll::Pending;
+        }
+        if let Err(error) = self.check_alive(ACTION) {
+            self.go_on_here(&mut control, was);
+            return Poll::Ready(Err(error));
+        }
+        let permit = self.permit_of_stopped(&mut control);
         control.step("stop it", Event::AllOut).expect("it was stopping");
-        Ok(Paused { permit, was })
+        Poll::Ready(Ok(Paused { permit, was }))
     }
 
-    fn take_state(&self) -> Result<Vec<u8>, Error> {
+    fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>> {
         const ACTION: &str = "save the guest's state";
         let mut control = lock(&self.control);
         if !matches!(control.phase, Phase::Switchover(_)) || !control.is_saving {
-            return Err(failed(ACTION, format!("the guest {}", control.phase.describe())));
+            let error = failed(ACTION, format!("the guest {}", control.phase.describe()));
+            return Poll::Ready(Err(error));
         }
-        let state = self.collect(&mut control, false).map_err(|reason| failed(ACTION, reason))?;
-        Ok(state.encode())
+        if control.early.is_none() {
+            control.early = Some(self.collect_early(false));
+        }
+        if !self.group.are_done() {
+            return Poll::Pending;
+        }
+        let state = self.collect(&mut control, false);
+        Poll::Ready(state.map(|it| it.encode()).map_err(|reason| failed(ACTION, reason)))
+    }
+
+    fn cancel_stop(&self) {
+        let mut control = lock(&self.control);
+        if let Phase::Stopping(was) = control.phase {
+            if self.group.are_out() {
+                return self.go_on_here(&mut control, was);
+            }
+            control.is_withdrawn = true;
+            drop(control);
+            self.aside("late-stop", |machine| {
+                machine.group.await_out();
+                let mut control = lock(&machine.control);
+                if let Phase::Stopping(was) = control.phase
+                    && std::mem::take(&mut control.is_withdrawn)
+                {
+                    machine.go_on_here(&mut control, was);
+                }
+            });
+        }
+        self.let_devices_go();
     }
 
     fn resume(&self, permit: RunPermit, state: RunState) {
@@ -123,9 +152,7 @@ impl SourceVmm for Machine {
         match control.step("resume it", Event::Resume(state)) {
             Ok(_) => {
                 self.go_on(&mut control, permit, state);
-                // The vCPUs run; whoever asks for the status does not wait for the devices.
-                drop(control);
-                self.resume_devices();
+                self.let_devices_go();
             }
             // The machine was quit meanwhile; the permit ends here.
             Err(error) => tracing::warn!(%error, "resumed too late"),
@@ -177,11 +204,36 @@ fn frame_check(nics: &NicCounters) -> FrameCheck {
 }
 
 impl Machine {
-    /// Ends a switchover for the devices: they go on unless the owner's pause keeps them.
-    fn resume_devices(&self) {
-        if let Err(error) = self.nics.resume() {
-            tracing::error!(%error, "a device does not work any more");
+    /// Ends a switchover for the devices: they go on unless the owner's pause keeps them. Nobody
+    /// waits for that.
+    fn let_devices_go(&self) {
+        self.nics.end_switchover();
+        if self.nics.is_empty() {
+            return;
         }
+        self.aside("devices", |machine| {
+            if let Err(error) = machine.nics.settle() {
+                tracing::error!(%error, "a device does not work any more");
+            }
+        });
+    }
+
+    /// The guest was told to stop, all vCPUs are out, and it goes on here as it was.
+    fn go_on_here(&self, control: &mut Control, was: RunState) {
+        self.forget_saves(control);
+        let permit = self.permit_of_stopped(control);
+        control.step("go on", Event::CannotLeave).expect("it was stopping");
+        self.go_on(control, permit, was);
+        if self.is_reset_asked() {
+            self.group.ask_reset();
+        }
+        self.let_devices_go();
+    }
+
+    fn permit_of_stopped(&self, control: &mut Control) -> RunPermit {
+        let from_vcpus = self.group.wait_out();
+        let permit = from_vcpus.or_else(|| control.permit.take());
+        permit.expect("the permit of a guest that is here")
     }
 
     /// A guest that has ended has no future elsewhere either.

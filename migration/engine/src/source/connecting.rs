@@ -3,7 +3,7 @@
 
 use super::events::Event;
 use super::shared::Shared;
-use crate::host;
+use crate::{Error, Fault, host};
 use martlet_protocol::limits::CHANNELS_WAIT_MAX;
 use martlet_transport::{
     Address, GREETING_MAX, Stream, Target, Until, connect_all, connect_first, monotonic_now,
@@ -70,6 +70,8 @@ pub(super) fn channels(
         let until = Until::within(CHANNELS_WAIT_MAX).or_cancelled(&shared.over);
         let opened = host::guarded(|| connect_all(&to, &target, &hellos, &until));
         let opened = opened.and_then(|opened| opened.map_err(|error| error.to_string()));
+        let opened =
+            opened.map_err(|reason| Error::new(Fault::Peer, "open the data channels", reason));
         shared.events.post(Event::ChannelsOpened(opened));
     });
     connecting.map(drop)

@@ -13,6 +13,7 @@ use super::events::Event;
 use super::shared::Shared;
 use crate::handover::Handover;
 use crate::host;
+use martlet_core::source::Sending;
 use martlet_policy::Pacer;
 use martlet_ram::{
     BYTES_MAX, Chunk, ChunkBits, GuestRam, PageBatch, ZeroCheck, ZeroFinder, ZeroFinders,
@@ -45,12 +46,6 @@ pub(super) struct Sent {
 pub(super) struct SentPages {
     pub(super) normal: u64,
     pub(super) zero: u64,
-}
-
-impl SentPages {
-    pub(super) fn total(self) -> u64 {
-        self.normal + self.zero
-    }
 }
 
 impl Sent {
@@ -169,19 +164,6 @@ pub(super) enum Step {
 pub(super) struct Outgoing<'a, 'ram> {
     pub(super) common: &'a Common,
     pub(super) batch: &'a mut PageBatch<'ram>,
-}
-
-/// How far a last run has come that its driver sends by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Sending {
-    /// All of it, and the barriers, are in the channels.
-    Done,
-    /// Some channel has no room.
-    Blocked,
-    /// Something was done, and there is more to do at once.
-    Busy,
-    /// The lanes' threads have taken it over, and will say when they have sent the barriers.
-    Left,
 }
 
 /// A last run that the driver sends by itself, without ever waiting. Made before the blackout.

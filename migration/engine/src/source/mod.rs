@@ -1,17 +1,20 @@
 //! Moving a guest away.
 
+mod bell;
 mod connecting;
 mod driver;
 mod events;
 mod lanes;
+mod outside;
 mod query;
 mod shared;
-mod switchover;
 
 use crate::rdma::RdmaOptions;
 use crate::{Error, Fault, Progress, Report, SourceVmm, Status, host};
 use driver::Start;
 use events::Event;
+use martlet_core::source;
+pub use martlet_core::source::{Then, Within};
 use martlet_policy::Pacer;
 use martlet_protocol::OperatorOverride;
 use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
@@ -41,27 +44,6 @@ pub struct MigrateOptions {
     pub rdma: RdmaOptions,
     /// Who finds zero pages in the pre-copy rounds. The last pages are the CPU's.
     pub zero_finders: Arc<dyn ZeroFinders>,
-}
-
-/// A bound on the time from the call until the guest is stopped for its switchover.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Within {
-    /// The bound.
-    pub limit: Duration,
-    /// What is done once it has passed and the guest still runs here.
-    pub then: Then,
-}
-
-/// What is done about a migration that takes too long.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Then {
-    /// The guest stays; the migration ends as cancelled.
-    Cancel,
-    /// Time is taken from the guest from then on, as if [`MigrateOptions::auto_converge`] were set.
-    Throttle,
-    /// The guest is stopped at the end of the round that is under way, however long its blackout
-    /// is predicted to be.
-    Stop,
 }
 
 impl fmt::Debug for MigrateOptions {
@@ -139,8 +121,12 @@ impl Migration {
     /// The guest has ended by itself, in these words: there is nothing to move. The migration fails
     /// and says so on both sides, unless the guest has left.
     pub fn guest_ended(&self, how: &str) {
-        let reason = format!("the guest has ended: {how}");
-        self.shared.events.post(Event::GuestEnded { reason });
+        let error = Error::new(Fault::Vmm, "", format!("the guest has ended: {how}"));
+        self.tell(source::Event::HostFailed(error));
+    }
+
+    fn tell(&self, event: source::Event) {
+        self.shared.events.post(Event::Attempt(event));
     }
 
     /// How it stands.
@@ -167,7 +153,7 @@ impl Migration {
     /// first. `Ok` is `Completed` (the guest has left), `Failed` or `Cancelled` (it is here). `Err`
     /// says why it is still open. Several at once get the same answer.
     pub fn resolve(&self) -> Result<Status, Error> {
-        let ask = || self.shared.events.post(Event::Resolve);
+        let ask = || self.tell(source::Event::Resolve);
         self.shared
             .wait_settled(RESOLVE_MAX, ask)
             .map_err(|reason| Error::new(Fault::Peer, "resolve the migration", reason))
@@ -177,7 +163,7 @@ impl Migration {
     /// good: `Failed` (the guest runs here again) or `GivenUp`. The destination is asked first, and
     /// if the process that got the commit answers, that counts: then as [`Migration::resolve`].
     pub fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error> {
-        let tell = || self.shared.events.post(Event::Override(by));
+        let tell = || self.tell(source::Event::Override(by));
         self.shared
             .wait_settled(RESOLVE_MAX, tell)
             .map_err(|reason| Error::new(Fault::Peer, "override the migration", reason))

@@ -1,16 +1,19 @@
 //! What the driver of a migration and its owner share.
 
+use super::bell::Bell;
 use super::events::Event;
 use crate::mailbox::Mailbox;
 use crate::{Error, PageCounts, Progress, RdmaUse, Report, Status};
 use martlet_transport::Wake;
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(super) struct Shared {
     pub(super) events: Mailbox<Event>,
+    /// Rung by those who have no event.
+    pub(super) bell: Arc<Bell>,
     pub(super) started: Instant,
     /// Raised once nothing is to be connected for the attempt any more.
     pub(super) over: Wake,
@@ -54,6 +57,7 @@ impl Shared {
         };
         Ok(Shared {
             events: Mailbox::new()?,
+            bell: Arc::new(Bell::new()?),
             started,
             over: Wake::new()?,
             cancelled: AtomicBool::new(false),
@@ -82,15 +86,17 @@ impl Shared {
         progress
     }
 
-    pub(super) fn update(&self, change: impl FnOnce(&mut Progress)) {
-        change(&mut self.lock().progress);
-    }
-
-    /// A cancel that was asked for shows until the attempt ends.
-    pub(super) fn set_status(&self, status: Status) {
+    /// How it stands now. A cancel that was asked for shows until the attempt ends.
+    pub(super) fn show(&self, progress: &Progress) {
         let mut inner = self.lock();
-        if inner.progress.status != Status::Cancelling || status.is_final() {
-            inner.progress.status = status;
+        let shown = &mut inner.progress;
+        let (status, elapsed) = (shown.status, shown.elapsed);
+        shown.clone_from(progress);
+        if status.is_final() {
+            // What is known since then changes nothing of that.
+            (shown.status, shown.elapsed) = (status, elapsed);
+        } else if status == Status::Cancelling {
+            shown.status = status;
         }
     }
 

@@ -13,6 +13,7 @@ use martlet_transport::monotonic_now;
 use martlet_units::{Gfn, Instant, PAGE_SIZE, PageCount, PageRange};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 /// Pages of the fake guest; only the first half is ever touched.
@@ -60,6 +61,9 @@ pub struct FakeVmm {
     pub at_stop: Mutex<Option<Arc<AtomicBool>>>,
     /// Takes longer to save than a destination may be unheard.
     pub slow_state: AtomicBool,
+    /// Its vCPU is never out of the guest.
+    pub never_out: AtomicBool,
+    stopped_at: Mutex<Option<Instant>>,
     /// How often it was set running again.
     pub resumed: AtomicU64,
     /// Takes longer to clean up than the protocol waits for a sign of life.
@@ -82,6 +86,8 @@ pub struct FakeDevice {
     first_frame: AtomicU64,
     last_frame: AtomicU64,
     pub fail_suspend: AtomicBool,
+    /// Never says that it is suspended.
+    pub is_silent: AtomicBool,
     pub fail_resume: AtomicBool,
     /// It was told to suspend after the vCPUs had stopped.
     pub suspended_late: AtomicBool,
@@ -112,6 +118,8 @@ impl FakeVmm {
             dirty_at_stop: AtomicBool::new(false),
             at_stop: Mutex::new(None),
             slow_state: AtomicBool::new(false),
+            never_out: AtomicBool::new(false),
+            stopped_at: Mutex::new(None),
             resumed: AtomicU64::new(0),
             slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
@@ -278,13 +286,6 @@ impl FakeVmm {
         }
         sum
     }
-
-    fn wait_out(&self) {
-        let mut core = self.core.lock().unwrap();
-        while !core.out {
-            core = self.changed.wait_timeout(core, Duration::from_millis(5)).unwrap().0;
-        }
-    }
 }
 
 /// Why it did not move the guest, as people read it.
@@ -343,33 +344,37 @@ impl SourceVmm for FakeVmm {
 
     fn set_throttle(&self, _: u8) {}
 
-    fn begin_suspend(&self) {
+    fn begin_suspend(&self, _: &Waker) {
         let late = self.stop_request.load(Ordering::SeqCst);
         self.device.suspended_late.fetch_or(late, Ordering::SeqCst);
         self.device.suspend_request.store(true, Ordering::SeqCst);
     }
 
-    fn wait_suspended(&self) -> Result<(), Error> {
+    fn poll_suspended(&self) -> Poll<Result<(), Error>> {
         if self.device.fail_suspend.load(Ordering::SeqCst) {
             self.resume_device();
-            return Err(error("suspend card 0"));
+            return Poll::Ready(Err(error("suspend card 0")));
         }
-        while self.has_device() && !self.device.suspended.load(Ordering::SeqCst) {
-            std::thread::yield_now();
+        if self.device.is_silent.load(Ordering::SeqCst)
+            || self.has_device() && !self.device.suspended.load(Ordering::SeqCst)
+        {
+            return Poll::Pending;
         }
-        Ok(())
+        Poll::Ready(Ok(()))
     }
 
     fn last_frames(&self) -> Vec<Option<Instant>> {
         self.frames(&self.device.last_frame)
     }
 
-    fn begin_pause(&self) {
+    fn begin_pause(&self, _: &Waker) {
         self.stop_request.store(true, Ordering::SeqCst);
     }
 
-    fn wait_paused(&self) -> Result<Paused, Error> {
-        self.wait_out();
+    fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
+        if self.never_out.load(Ordering::SeqCst) || !self.core.lock().unwrap().out {
+            return Poll::Pending;
+        }
         if let Some(stopped) = &*self.at_stop.lock().unwrap() {
             stopped.store(true, Ordering::SeqCst);
         }
@@ -389,18 +394,28 @@ impl SourceVmm for FakeVmm {
         let mut core = self.core.lock().unwrap();
         let permit = core.permit.take().expect("paused once");
         let was = if core.paused_by_owner { RunState::Paused } else { RunState::Running };
-        Ok(Paused { permit, was })
+        *self.stopped_at.lock().unwrap() = Some(monotonic_now());
+        Poll::Ready(Ok(Paused { permit, was }))
     }
 
-    fn take_state(&self) -> Result<Vec<u8>, Error> {
+    fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>> {
         if self.fail_save.load(Ordering::SeqCst) {
-            return Err(error("save"));
+            return Poll::Ready(Err(error("save")));
         }
         assert!(!self.panic_in_state.load(Ordering::SeqCst), "asked to panic");
-        if self.slow_state.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(400));
+        let stopped = self.stopped_at.lock().unwrap().expect("it is stopped");
+        let is_slow = self.slow_state.load(Ordering::SeqCst);
+        if is_slow && monotonic_now().since(stopped) < Duration::from_millis(400) {
+            return Poll::Pending;
         }
-        Ok(self.state())
+        Poll::Ready(Ok(self.state()))
+    }
+
+    fn cancel_stop(&self) {
+        let paused_by_owner = self.core.lock().unwrap().paused_by_owner;
+        self.stop_request.store(paused_by_owner, Ordering::SeqCst);
+        self.changed.notify_all();
+        self.resume_device();
     }
 
     fn resume(&self, permit: RunPermit, state: RunState) {

@@ -252,7 +252,9 @@ impl Destination {
                 let count = self.channels;
                 self.actions.push_back(DestinationAction::AcceptChannels { count, token });
                 let boot_id = BOOT_ID_UNTOLD;
-                self.send(Control::SetupDone(SetupDone { instance, token, boot_id, clock_proof }));
+                let takes_call_off = Some(true);
+                let done = SetupDone { instance, token, boot_id, clock_proof, takes_call_off };
+                self.send(Control::SetupDone(done));
                 State::Accepting
             }
             (state @ State::Abandoned, DestinationEvent::Built) => {

@@ -81,7 +81,10 @@ impl Source {
             SourceEvent::ControlLost { .. } => self.control_open = false,
             _ => {}
         }
+        let is_deaf = matches!(event, SourceEvent::Malformed { .. });
         self.advance(now, kind, Input::Event(event));
+        // The peer was told, if there was something to tell.
+        self.control_open &= !is_deaf;
     }
 
     /// Looks at the clock. Harmless when called too early or too often.
@@ -149,6 +152,11 @@ impl Source {
     fn keys_agree(&self) -> bool {
         let here = self.config.clock_key.map(|key| key.proof(self.config.setup.migration));
         here.is_some() && self.peer.is_some_and(|peer| peer.clock_proof == here)
+    }
+
+    /// Whether the destination takes it that a stop is called off. Older ones give up then.
+    pub fn may_call_off(&self) -> bool {
+        self.peer.is_some_and(|peer| peer.takes_call_off == Some(true))
     }
 
     /// Changes the blackout that the owner accepts. Counts for a switchover not yet begun.

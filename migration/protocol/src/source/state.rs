@@ -120,6 +120,10 @@ impl Source {
                 State::Committing { given, .. } => State::Committing { given, lost: Some(reason) },
                 state => self.fail(state, Failure::ControlLost { reason }),
             },
+            Input::Event(SourceEvent::Malformed { reason }) => match state {
+                State::Committing { given, .. } => State::Committing { given, lost: Some(reason) },
+                state => self.fail(state, Failure::Malformed { reason }),
+            },
             Input::Event(SourceEvent::ChannelLost { reason }) => {
                 self.fail(state, Failure::ChannelLost { reason })
             }
@@ -301,9 +305,9 @@ impl Source {
                 State::Switching { held, last_round, pages_sent, state_sent },
                 SourceEvent::CalledOff,
             ) => {
-                if pages_sent || state_sent {
+                if pages_sent || state_sent || !self.may_call_off() {
                     let state = State::Switching { held, last_round, pages_sent, state_sent };
-                    let (event, phase) = ("a stop called off too late", state.phase().label());
+                    let (event, phase) = ("a stop that can't be called off", state.phase().label());
                     return self.fail(state, Failure::Misuse { event, phase });
                 }
                 let Held { permit, running, .. } = held;

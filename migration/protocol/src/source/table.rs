@@ -44,6 +44,7 @@ pub(crate) enum Kind {
     HostFailed,
     ChannelLost,
     ControlLost,
+    Malformed,
     Silence,
     Deadline,
 }
@@ -53,6 +54,7 @@ impl Kind {
         match event {
             SourceEvent::Received(message) => Kind::of_message(message),
             SourceEvent::ControlLost { .. } => Kind::ControlLost,
+            SourceEvent::Malformed { .. } => Kind::Malformed,
             SourceEvent::ChannelsConnected => Kind::ChannelsConnected,
             SourceEvent::ChannelLost { .. } => Kind::ChannelLost,
             SourceEvent::RoundSent { .. } => Kind::RoundSent,
@@ -135,6 +137,7 @@ impl Kind {
             Kind::HostFailed => "a host failure",
             Kind::ChannelLost => "a lost channel",
             Kind::ControlLost => "a lost control connection",
+            Kind::Malformed => "what is no message",
             Kind::Silence => "silence",
             Kind::Deadline => "a deadline",
         }
@@ -207,9 +210,9 @@ pub(crate) fn reaction(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> 
             _ => Ignore,
         },
         // Its answer may be had by a question.
-        Kind::ControlLost if phase == Committing => Act(&[Committing]),
+        Kind::ControlLost | Kind::Malformed if phase == Committing => Act(&[Committing]),
         Kind::Cancel | Kind::HostFailed | Kind::ChannelLost => on_own_end(phase, kind),
-        Kind::ControlLost | Kind::Silence | Kind::Deadline => on_lost_peer(phase),
+        Kind::ControlLost | Kind::Malformed | Kind::Silence | Kind::Deadline => on_lost_peer(phase),
     }
 }
 
@@ -321,7 +324,7 @@ pub(crate) const PHASES: [SourcePhase; 16] = [
 ];
 
 #[cfg(test)]
-pub(crate) const KINDS: [Kind; 33] = [
+pub(crate) const KINDS: [Kind; 34] = [
     Kind::GotSetupDone,
     Kind::GotChannelsReady,
     Kind::GotRoundReceived,
@@ -353,6 +356,7 @@ pub(crate) const KINDS: [Kind; 33] = [
     Kind::HostFailed,
     Kind::ChannelLost,
     Kind::ControlLost,
+    Kind::Malformed,
     Kind::Silence,
     Kind::Deadline,
 ];

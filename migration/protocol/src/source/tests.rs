@@ -35,7 +35,13 @@ fn config(verify: bool) -> SourceConfig {
 }
 
 fn done() -> SetupDone {
-    SetupDone { instance: HERE, token: [9; 16], boot_id: [0; 16], clock_proof: None }
+    SetupDone {
+        instance: HERE,
+        token: [9; 16],
+        boot_id: [0; 16],
+        clock_proof: None,
+        takes_call_off: Some(true),
+    }
 }
 
 fn held() -> Held {
@@ -116,6 +122,7 @@ fn inputs() -> Vec<(Kind, Input)> {
         SourceEvent::Decided(Decision::Switchover),
         SourceEvent::StateSaved { bytes: vec![1] },
         SourceEvent::ControlLost { reason: some_reason() },
+        SourceEvent::Malformed { reason: some_reason() },
         SourceEvent::ChannelLost { reason: some_reason() },
         SourceEvent::HostFailed { reason: some_reason() },
         SourceEvent::Cancel { reason: some_reason() },
@@ -213,6 +220,7 @@ fn copy(event: &SourceEvent) -> SourceEvent {
     match event {
         SourceEvent::Received(message) => SourceEvent::Received(message.clone()),
         SourceEvent::ControlLost { .. } => SourceEvent::ControlLost { reason: some_reason() },
+        SourceEvent::Malformed { .. } => SourceEvent::Malformed { reason: some_reason() },
         SourceEvent::ChannelsConnected => SourceEvent::ChannelsConnected,
         SourceEvent::ChannelLost { .. } => SourceEvent::ChannelLost { reason: some_reason() },
         SourceEvent::RoundSent { round } => SourceEvent::RoundSent { round: *round },
@@ -606,6 +614,28 @@ fn a_stop_that_is_called_off_lets_the_guest_run_and_the_round_go_on() {
         assert!(matches!(told[0], SourceAction::Resume { .. }), "{told:?}");
         assert_eq!(source.phase(), SourcePhase::Failed);
     }
+    // An older destination would give up at the message.
+    let mut source = switching(false, false);
+    source.peer = Some(SetupDone { takes_call_off: None, ..done() });
+    assert!(!source.may_call_off());
+    source.on_event(T0, SourceEvent::CalledOff);
+    assert_eq!(source.phase(), SourcePhase::Failed);
+}
+
+#[test]
+fn what_is_no_message_is_the_peers_fault_and_it_is_told_so() {
+    let mut source = machine(false, State::Deciding { round: 4 });
+    source.on_event(T0, SourceEvent::Malformed { reason: some_reason() });
+    let told = actions(&mut source);
+    let [
+        SourceAction::Send(Control::Abandon(why)),
+        SourceAction::Finish(SourceOutcome::Failed { reason }),
+    ] = &told[..]
+    else {
+        panic!("{told:?}");
+    };
+    assert!(why.reason.contains("a reason"), "{}", why.reason);
+    assert_eq!(reason.fault(), crate::Fault::Peer);
 }
 
 #[test]

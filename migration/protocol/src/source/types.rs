@@ -40,6 +40,11 @@ pub enum SourceEvent {
         /// How.
         reason: String,
     },
+    /// The peer sent what is no message, or none for this side. Nothing more will be read.
+    Malformed {
+        /// As the decoder said.
+        reason: String,
+    },
     /// [`SourceAction::OpenChannels`] is done: each channel was accepted.
     ChannelsConnected,
     /// A data channel is gone.
@@ -87,7 +92,8 @@ pub enum SourceEvent {
     /// What was handed to the channels is still on its way: some of it has left since the last time.
     ChannelsMove,
     /// The blackout would become too long: the guest is to run on, and the last round's pages are a
-    /// round like any other. Only before `StateSaved` and `LastRoundSent`; `RoundSent` follows.
+    /// round like any other. Only before `StateSaved` and `LastRoundSent`, and only if
+    /// [`Source::may_call_off`](super::Source::may_call_off); `RoundSent` follows.
     CalledOff,
     /// The owner wants the guest to stay. Too late after the commit.
     Cancel {

@@ -4,11 +4,13 @@
 use super::saved::{SavedVcpu, SavedVm, decode, encode};
 use crate::clock;
 use crate::saved::SavedMachine;
+use crate::tests::Waited;
 use crate::tests::{destination, has_kvm, moving, program, running};
 use crate::{Factory, FactoryConfig};
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SMM};
 use martlet_engine::{LoadFor, RunState, SourceVmm};
 use martlet_units::{ClockOffset, Instant};
+use std::task::Waker;
 use std::time::Duration;
 
 const SECOND: u64 = 1_000_000_000;
@@ -72,7 +74,7 @@ fn move_with(
     let source = running(&program("fill=1M,ws=1M,rate=1/ms,tick=100us", 16, 1));
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let permit = source.wait_paused().unwrap().permit;
     let saving = clock::now();
     let state = source.take_state().unwrap();

@@ -1,5 +1,7 @@
 use super::*;
+use crate::tests::Waited;
 use crate::{Factory, FactoryConfig};
+use std::task::Waker;
 
 /// A generator whose numbers are the same in each run.
 struct Chance(u64);
@@ -68,9 +70,9 @@ fn hostile_states_of_cards_are_refused_or_loaded() {
     let config = program("fill=1M,ws=1M,rate=1/tick,tick=100us,frames=4/ms", 16, 1);
     let source = nics::with_cards(&config, &nics::loopbacks(2, 2));
     source.pause_by_owner().unwrap();
-    source.begin_suspend();
+    source.begin_suspend(Waker::noop());
     source.wait_suspended().unwrap();
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     let good = source.take_state().unwrap();
     let cards = nics::as_devices(&nics::loopbacks(2, 2));

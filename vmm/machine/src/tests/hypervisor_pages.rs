@@ -2,8 +2,10 @@
 
 use super::elf::{Scratch, boots, pvh};
 use super::*;
+use crate::tests::Waited;
 use crate::{Factory, FactoryConfig};
 use martlet_ram::{DirtySource, RamBitmap};
+use std::task::Waker;
 
 /// Where `guests/pages.s` keeps its numbers.
 const FEATURES: Gpa = Gpa(0x8000);
@@ -72,7 +74,7 @@ fn move_and_compare(source: &Machine) -> Arc<Machine> {
         copy_written(source, &mut *tracker, &memory);
     }
     target.arm(Duration::from_secs(1));
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     copy_written(source, &mut *tracker, &memory);
     let state = source.take_state().unwrap();

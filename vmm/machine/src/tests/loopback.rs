@@ -20,6 +20,8 @@ use std::time::Duration;
 pub(crate) struct Trouble {
     pub(crate) begin_suspend: bool,
     pub(crate) suspend: bool,
+    /// It does not answer that it is to suspend.
+    pub(crate) silent: bool,
     pub(crate) resume: bool,
     pub(crate) prepare: bool,
     pub(crate) start: bool,
@@ -409,7 +411,7 @@ impl VdpaDevice for Loopback {
     fn poll_suspend(&self) -> Option<Result<(), VdpaError>> {
         let mut inner = lock(&self.inner);
         let began = inner.suspending.expect("a suspend was begun");
-        if clock::now().since(began) < DELAY {
+        if clock::now().since(began) < DELAY || inner.trouble.silent {
             return None;
         }
         inner.suspending = None;

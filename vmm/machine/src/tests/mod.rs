@@ -16,10 +16,13 @@ mod tracking;
 
 use crate::memory::GuestMemory;
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
-use martlet_engine::{BuildRequest, DestinationFactory, DestinationVmm, LoadFor, Peer, SourceVmm};
+use martlet_engine::{
+    BuildRequest, DestinationFactory, DestinationVmm, Error, LoadFor, Paused, Peer, SourceVmm,
+};
 use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE, PageRange};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 /// Bytes of a page, as a length.
@@ -31,6 +34,34 @@ const PATIENCE: Duration = Duration::from_secs(180);
 /// What a state is loaded for at the end of a move within one host.
 pub(crate) const START_HERE: LoadFor =
     LoadFor::Start { source_clock: Some(ClockOffset::ONE_CLOCK) };
+
+/// What a migration asks for again and again, waited for.
+pub(crate) trait Waited: SourceVmm {
+    fn wait_suspended(&self) -> Result<(), Error> {
+        wait(|| self.poll_suspended())
+    }
+
+    fn wait_paused(&self) -> Result<Paused, Error> {
+        wait(|| self.poll_paused())
+    }
+
+    fn take_state(&self) -> Result<Vec<u8>, Error> {
+        wait(|| self.poll_state())
+    }
+}
+
+impl<T: SourceVmm + ?Sized> Waited for T {}
+
+fn wait<T>(poll: impl Fn() -> Poll<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Poll::Ready(done) = poll() {
+            return done;
+        }
+        assert!(began.elapsed() < PATIENCE, "it comes to an end");
+        std::thread::yield_now();
+    }
+}
 
 /// Whether these tests can run; says so if not.
 pub(crate) fn has_kvm() -> bool {

@@ -1,7 +1,9 @@
 use super::*;
+use crate::tests::Waited;
 use crate::{Factory, FactoryConfig, GuestStatus};
 use martlet_engine::RunState;
 use rustix::fs::SeekFrom;
+use std::task::Waker;
 
 /// Moves the guest of `source` to a new machine of this process.
 fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
@@ -14,9 +16,9 @@ pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine>
     let rehearsal = source.rehearse().unwrap();
     destination.load_state(&rehearsal.state, LoadFor::Rehearsal).unwrap();
     destination.arm(Duration::from_millis(100));
-    source.begin_suspend();
+    source.begin_suspend(Waker::noop());
     source.wait_suspended().unwrap();
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     let state = source.take_state().unwrap();
     let target_ram = destination.ram();
@@ -118,7 +120,7 @@ fn a_failed_attempt_leaves_the_source_as_it_was() {
         let abandoned = destination(&factory, &source);
         abandoned.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
         abandoned.arm(Duration::from_secs(1));
-        source.begin_pause();
+        source.begin_pause(Waker::noop());
         let paused = source.wait_paused().unwrap();
         drop(abandoned);
         source.resume(paused.permit, paused.was);
@@ -145,7 +147,7 @@ fn the_way_into_the_guest_is_short() {
         copy_ram(&machine, &destination.ram());
         destination.arm(Duration::from_millis(200));
         let tracker = machine.track().unwrap();
-        machine.begin_pause();
+        machine.begin_pause(Waker::noop());
         let begin = Instant::now();
         let paused = machine.wait_paused().unwrap();
         let out = begin.elapsed();

@@ -4,11 +4,13 @@ use super::loopback::{Loopback, Mishap, Trouble};
 use super::moving::{copy_ram, move_guest_to};
 use super::*;
 use crate::memory::GuestMemory;
+use crate::tests::Waited;
 use crate::{Factory, FactoryConfig, GuestStatus};
 use martlet_engine::RunState;
 use martlet_guest_program::NicCounters;
 use martlet_ram::{GuestRam, RamBitmap, RamRegion};
 use martlet_vdpa::{Capabilities, VdpaDevice};
+use std::task::Waker;
 
 pub(crate) const LOAD: &str = "fill=8M,ws=1M,rate=2/ms,tick=100us,frames=20/ms";
 
@@ -128,9 +130,9 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
         assert!(!card.is_running());
     }
     here.iter().for_each(|card| drop(card.take_calls()));
-    source.begin_suspend();
+    source.begin_suspend(Waker::noop());
     source.wait_suspended().unwrap();
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
     target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
@@ -171,9 +173,9 @@ fn an_abandoned_attempt_leaves_frames_flowing_and_devices_as_new() {
         let target = destination(&factory, &source);
         target.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
         let tracker = source.track().unwrap();
-        source.begin_suspend();
+        source.begin_suspend(Waker::noop());
         source.wait_suspended().unwrap();
-        source.begin_pause();
+        source.begin_pause(Waker::noop());
         let paused = source.wait_paused().unwrap();
         target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
         drop(target);
@@ -199,13 +201,36 @@ fn a_device_that_does_not_stop_stops_the_attempt_only() {
     ];
     for trouble in failures {
         cards[1].set_trouble(trouble);
-        source.begin_suspend();
+        source.begin_suspend(Waker::noop());
         let error = source.wait_suspended().unwrap_err().to_string();
         assert!(error.starts_with("cannot suspend the devices: network card 1: cannot"), "{error}");
         assert!(cards.iter().all(|card| card.is_running()));
         assert_frames_flow(&source, 300);
     }
     cards[1].set_trouble(Trouble::default());
+    let machine = move_guest_to(&source, &factory(&loopbacks(3, 2)));
+    assert_frames_flow(&machine, 300);
+}
+
+#[test]
+fn a_device_that_does_not_answer_keeps_nobody() {
+    if !has_kvm() {
+        return;
+    }
+    let cards = loopbacks(3, 2);
+    let source = with_cards(&program(LOAD, 32, 2), &cards);
+    cards[1].set_trouble(Trouble { silent: true, ..Trouble::default() });
+    source.begin_suspend(Waker::noop());
+    wait_for("the others stand", || {
+        assert!(source.poll_suspended().is_pending());
+        !cards[0].is_running() && !cards[2].is_running()
+    });
+    source.cancel_stop();
+    wait_for("the others go on", || cards[0].is_running() && cards[2].is_running());
+    // What it says in the end harms nobody.
+    cards[1].set_trouble(Trouble::default());
+    source.nics.settle().unwrap();
+    assert_frames_flow(&source, 300);
     let machine = move_guest_to(&source, &factory(&loopbacks(3, 2)));
     assert_frames_flow(&machine, 300);
 }
@@ -220,9 +245,9 @@ fn a_device_that_does_not_go_on_is_told_and_the_guest_runs() {
     let factory = factory(&there);
     let target = destination(&factory, &source);
     there[1].set_trouble(Trouble { resume: true, ..Trouble::default() });
-    source.begin_suspend();
+    source.begin_suspend(Waker::noop());
     source.wait_suspended().unwrap();
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     copy_ram(&source, &target.ram());
     target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
@@ -251,9 +276,9 @@ fn what_devices_write_is_tracked() {
         let mut tracker = source.track().unwrap();
         copy_ram(&source, &copy);
         assert_frames_flow(&source, 500);
-        source.begin_suspend();
+        source.begin_suspend(Waker::noop());
         source.wait_suspended().unwrap();
-        source.begin_pause();
+        source.begin_pause(Waker::noop());
         let paused = source.wait_paused().unwrap();
         let dirty = RamBitmap::new(source.memory.ram());
         tracker.sync(&dirty).unwrap();
@@ -327,13 +352,14 @@ fn a_device_without_resume_is_built_again() {
     let some = Capabilities { suspend: true, dirty_log: true, resume: false };
     let card = Loopback::with(0, 2, some);
     let machine = with_cards(&program(LOAD, 32, 1), &[Arc::clone(&card)]);
-    machine.begin_suspend();
+    machine.begin_suspend(Waker::noop());
     machine.wait_suspended().unwrap();
-    machine.begin_pause();
+    machine.begin_pause(Waker::noop());
     let paused = machine.wait_paused().unwrap();
     assert_eq!(paused.was, RunState::Running);
     card.take_calls();
     machine.resume(paused.permit, paused.was);
+    machine.nics.settle().unwrap();
     let calls = card.take_calls();
     assert_eq!(calls[..2], ["reset", "set_features"]);
     assert_eq!(calls[calls.len() - 2..], ["begin_resume", "resumed"]);
@@ -388,9 +414,9 @@ fn frames_flow_without_kvm() {
     let mut tracker = machine.track().unwrap();
     for _ in 0..3 {
         assert!(!machine.rehearse().unwrap().state.is_empty());
-        machine.begin_suspend();
+        machine.begin_suspend(Waker::noop());
         machine.wait_suspended().unwrap();
-        machine.begin_pause();
+        machine.begin_pause(Waker::noop());
         let paused = machine.wait_paused().unwrap();
         let dirty = RamBitmap::new(machine.memory.ram());
         tracker.sync(&dirty).unwrap();

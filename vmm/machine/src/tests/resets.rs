@@ -2,9 +2,11 @@ use super::elf::{Scratch, boots, pvh};
 use super::moving::move_guest_to;
 use super::*;
 use crate::phase::Phase;
+use crate::tests::Waited;
 use crate::vcpu::lock;
 use crate::{EndCause, Factory, FactoryConfig, GuestStatus};
 use martlet_ram::RamBitmap;
+use std::task::Waker;
 
 /// Sends "k" and has its processor give up: a fault without an interrupt table.
 const TRIPLE_FAULT: &[u8] = &[
@@ -269,7 +271,7 @@ fn a_guest_that_came_without_what_it_boots_from_is_not_reset() {
     description.power_on = None;
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = factory.build(&request(&description.encode(), &description.memory)).unwrap();
-    machine.begin_pause();
+    machine.begin_pause(Waker::noop());
     let paused = machine.wait_paused().unwrap();
     moving::copy_ram(&machine, &target.ram());
     target.load_state(&machine.take_state().unwrap(), START_HERE).unwrap();
@@ -315,7 +317,7 @@ fn a_guest_that_resets_all_the_time_stays_where_it_can_be_reset() {
     let mut left = 0;
     for _ in 0..20 {
         let _ = source.rehearse().expect("a reset is no obstacle to a rehearsal");
-        source.begin_pause();
+        source.begin_pause(Waker::noop());
         match source.wait_paused() {
             Ok(paused) => {
                 left += 1;

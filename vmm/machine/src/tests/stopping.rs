@@ -1,6 +1,8 @@
 use super::*;
+use crate::tests::Waited;
 use crate::{EndCause, GuestStatus};
 use martlet_engine::RunState;
+use std::task::Waker;
 
 #[test]
 fn the_program_lives_and_its_owner_pauses_it() {
@@ -38,7 +40,7 @@ fn thousands_of_stops_lose_nothing() {
             machine.pause_by_owner().unwrap();
             machine.continue_by_owner().unwrap();
         } else {
-            machine.begin_pause();
+            machine.begin_pause(Waker::noop());
             let paused = machine.wait_paused().unwrap();
             assert_eq!(paused.was, RunState::Running);
             if round % 4 == 1 {
@@ -59,7 +61,7 @@ fn many_vcpus_stop_together() {
     wait_ready(&machine);
     let mut pauses = Vec::new();
     for _ in 0..5 {
-        machine.begin_pause();
+        machine.begin_pause(Waker::noop());
         let begin = Instant::now();
         let paused = machine.wait_paused().unwrap();
         pauses.push(begin.elapsed());
@@ -111,7 +113,7 @@ fn the_owner_keeps_out_of_a_switchover() {
     let machine = running(&program("fill=4M,ws=1M,rate=1/tick,tick=50us", 32, 1));
     wait_ready(&machine);
     machine.pause_by_owner().unwrap();
-    machine.begin_pause();
+    machine.begin_pause(Waker::noop());
     let paused = machine.wait_paused().unwrap();
     assert_eq!(paused.was, RunState::Paused);
     assert_eq!(machine.status(), GuestStatus::Switchover);
@@ -184,7 +186,7 @@ fn an_ended_guest_says_why_and_stays() {
         panic!("{:?}", machine.status());
     };
     eprintln!("ended: {reason}");
-    machine.begin_pause();
+    machine.begin_pause(Waker::noop());
     let error = machine.wait_paused().unwrap_err().to_string();
     assert!(error.starts_with("cannot stop the guest: the guest has ended"), "{error}");
     assert!(machine.rehearse().is_err());

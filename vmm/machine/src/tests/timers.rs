@@ -2,7 +2,9 @@
 
 use super::elf::{Scratch, boots, pvh};
 use super::*;
+use crate::tests::Waited;
 use crate::{Factory, FactoryConfig, GuestStatus};
+use std::task::Waker;
 
 /// Where `guests/timers.s` keeps its numbers.
 const TICKS: Gpa = Gpa(0x8000);
@@ -46,7 +48,7 @@ fn move_guest(source: &Machine, is_slow: bool) -> (Arc<Machine>, Duration) {
     }
     target.arm(Duration::from_secs(1));
     let begin = Instant::now();
-    source.begin_pause();
+    source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
     let state = source.take_state().unwrap();
     moving::copy_ram(source, &target.ram());
@@ -223,7 +225,7 @@ fn ticks_of_a_pause_do_not_come_later() {
 #[test]
 fn ticks_of_a_switchover_that_failed_do_not_come_later() {
     stands("stayed", |machine| {
-        machine.begin_pause();
+        machine.begin_pause(Waker::noop());
         let paused = machine.wait_paused().unwrap();
         std::thread::sleep(STANDS);
         machine.resume(paused.permit, paused.was);

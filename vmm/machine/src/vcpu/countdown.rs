@@ -31,8 +31,9 @@ impl Countdown {
         assert_eq!(before & !SLEEPING, 0, "a countdown restarted while {before} were expected");
     }
 
-    /// One thread did its part. What it wrote before is visible to whoever waited.
-    pub(crate) fn arrive(&self) {
+    /// One thread did its part; whether it was the last. What it wrote before is visible to whoever
+    /// waited.
+    pub(crate) fn arrive(&self) -> bool {
         // Release for this thread's work; pairs with the acquire in `is_done`. Acquire so that
         // the chain of several arrivals is ordered.
         let before = self.left.fetch_sub(1, Ordering::AcqRel);
@@ -40,6 +41,7 @@ impl Countdown {
         if before == SLEEPING | 1 {
             let _ = futex::wake(&self.left, futex::Flags::PRIVATE, WAKE_ALL);
         }
+        before & !SLEEPING == 1
     }
 
     /// Whether all have arrived.
@@ -89,7 +91,7 @@ mod tests {
                     let countdown = Arc::clone(&countdown);
                     std::thread::spawn(move || {
                         std::thread::sleep(Duration::from_micros(delay_us * i));
-                        countdown.arrive();
+                        let _ = countdown.arrive();
                     })
                 })
                 .collect();

@@ -17,6 +17,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
+use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -150,9 +151,26 @@ impl Group {
         self.shared.kick_all();
     }
 
-    /// Tells all vCPUs to leave and then each to save itself; waits for nothing.
-    pub(crate) fn begin_save(&self) {
+    /// Tells all vCPUs to leave and then each to save itself; waits for nothing. `waker` is woken
+    /// when the last one is out, and when the last one is saved.
+    pub(crate) fn begin_save(&self, waker: Option<Waker>) {
+        self.shared.set_waker(waker);
         self.order_save(Then::Stay);
+    }
+
+    /// Whether all are out.
+    pub(crate) fn are_out(&self) -> bool {
+        self.shared.out.is_done()
+    }
+
+    /// Waits until all are out.
+    pub(crate) fn await_out(&self) {
+        self.shared.out.wait();
+    }
+
+    /// Whether all have done what they were told.
+    pub(crate) fn are_done(&self) -> bool {
+        self.shared.done.is_done()
     }
 
     fn order_save(&self, then: Then) {
@@ -185,6 +203,7 @@ impl Group {
     /// [`Group::end_rehearsal`], but not for longer than a guest can do without them.
     pub(crate) fn begin_rehearsal(&self) -> Duration {
         let runs = lock(&self.permit).is_some();
+        self.shared.set_waker(None);
         let begin = clock::now();
         self.order_save(if runs { Then::Run } else { Then::Stay });
         self.shared.out.wait();

@@ -121,7 +121,7 @@ fn a_panic_on_a_vcpus_thread_ends_the_guest_and_holds_up_nobody() {
     }
     let Some(EndCause::Crash(reason)) = group.ended_because() else { panic!("it ran on") };
     assert!(reason.contains("vCPU 0: a defect of martlet"), "{reason}");
-    group.begin_save();
+    group.begin_save(None);
     assert!(group.wait_out().is_some(), "the permit is still there");
     group.wait_saved().unwrap_err();
     group.end();
@@ -132,7 +132,7 @@ fn a_panic_on_a_vcpus_thread_ends_the_guest_and_holds_up_nobody() {
 fn no_vcpu_is_saved_before_all_are_out() {
     let (group, _) = group(&TIMES);
     for round in 1..=5u32 {
-        group.begin_save();
+        group.begin_save(None);
         group.wait_out();
         let saved = group.wait_saved().unwrap();
         assert_eq!(saved, vec![(3 * round).to_le_bytes().to_vec(); 3]);

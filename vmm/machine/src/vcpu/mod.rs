@@ -8,4 +8,4 @@ mod shared;
 mod thread;
 
 pub(crate) use group::Group;
-pub(crate) use shared::lock;
+pub(crate) use shared::{lock, try_lock};

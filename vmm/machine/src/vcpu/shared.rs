@@ -7,7 +7,8 @@ use crate::EndCause;
 use crate::devices::Bus;
 use martlet_engine::LoadFor;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::task::Waker;
 use std::time::Duration;
 
 /// See the module's comment.
@@ -29,6 +30,8 @@ pub(crate) struct Shared {
     /// Told when the guest asks for a reset.
     tell_reset: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub(crate) resets_at_triple_fault: AtomicBool,
+    /// Who waits for a save, and is told when the last vCPU is out and when the last is saved.
+    waker: Mutex<Option<Waker>>,
 }
 
 /// One vCPU as others see it.
@@ -62,6 +65,7 @@ impl Shared {
             ended_because: Mutex::new(None),
             tell_reset: OnceLock::new(),
             resets_at_triple_fault: AtomicBool::new(false),
+            waker: Mutex::new(None),
         }
     }
 
@@ -112,6 +116,20 @@ impl Shared {
         lock(&self.ended_because).clone()
     }
 
+    /// Names who is told of the next save's progress.
+    pub(crate) fn set_waker(&self, waker: Option<Waker>) {
+        *lock(&self.waker) = waker;
+    }
+
+    /// A vCPU is out, or saved.
+    pub(crate) fn arrive(&self, countdown: &Countdown) {
+        if countdown.arrive()
+            && let Some(waker) = &*lock(&self.waker)
+        {
+            waker.wake_by_ref();
+        }
+    }
+
     /// Makes all vCPUs look at their orders.
     pub(crate) fn kick_all(&self) {
         for seat in &self.seats {
@@ -124,4 +142,13 @@ impl Shared {
 /// replaced as a whole, so it is as good as before.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`lock`], if nobody else has it.
+pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }

@@ -93,7 +93,7 @@ impl VcpuThread {
 
     fn leave(&mut self) {
         let finished = guarded(|| self.finish_io());
-        self.shared.out.arrive();
+        self.shared.arrive(&self.shared.out);
         if let Err(error) = finished {
             self.shared.end(self.crash(&error));
         }
@@ -103,14 +103,14 @@ impl VcpuThread {
         let finished = guarded(|| self.finish_io());
         let is_rehearsal = self.order.then() == Then::Run;
         let go_on = is_rehearsal.then(|| clock::now().after(REHEARSAL_MAX));
-        self.shared.out.arrive();
+        self.shared.arrive(&self.shared.out);
         // Until all are out, one may send another an interrupt, which that one's state must have.
         // In a rehearsal they wait because one that ran on would take its processor from those that
         // have yet to leave, and more than the stop would be measured.
         self.shared.out.wait_until(go_on);
         let saved = finished.and_then(|()| guarded(|| self.backend.save()));
         self.exchange(|exchange| exchange.saved = Some(saved));
-        self.shared.done.arrive();
+        self.shared.arrive(&self.shared.done);
         if let Some(go_on) = go_on {
             self.shared.orders.wait_until(self.order, go_on);
         }
@@ -137,7 +137,7 @@ impl VcpuThread {
         let (state, what_for) = input.expect("a state lies there before the order to load it");
         let loaded = guarded(|| self.load_and_try(&state, what_for));
         self.exchange(|exchange| exchange.loaded = Some(loaded));
-        self.shared.done.arrive();
+        self.shared.arrive(&self.shared.done);
     }
 
     fn load_and_try(&mut self, state: &[u8], what_for: LoadFor) -> Result<Duration, BackendError> {

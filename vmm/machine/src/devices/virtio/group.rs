@@ -11,13 +11,14 @@ use crate::MachineError;
 use crate::clock;
 use crate::devices::PulseIrq;
 use crate::memory::GuestMemory;
-use crate::vcpu::lock;
+use crate::vcpu::{lock, try_lock};
 use martlet_guest_program::NicPlace;
 use martlet_ram::{GuestRam, RamBitmap, TrackError};
 use martlet_units::{Gfn, Gpa, Instant};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::time::Duration;
 
 /// Between two looks at devices that are being suspended or resumed. A device takes milliseconds,
@@ -45,30 +46,59 @@ impl Standing {
 }
 
 /// See the module's comment. The devices pass frames unless someone wants them to stand: a
-/// switchover, or the owner's pause. Orders exclude each other; registers are served meanwhile.
+/// switchover, or the owner's pause. Whoever waits for them lets go of the order between two looks;
+/// registers are served meanwhile.
 pub(crate) struct Nics {
     // Ends before the lease, whose drop resets the devices.
     _service: Option<Service>,
     cards: Box<[Nic]>,
     standing: Standing,
+    /// A switchover wants the devices to stand.
+    by_switchover: AtomicBool,
     order: Mutex<Order>,
     _lease: Lease,
 }
 
 struct Order {
     phase: Phase,
-    /// Who wants the devices to stand.
-    by_switchover: bool,
+    /// The owner wants the devices to stand.
     by_owner: bool,
+    /// The first device of the latest suspend that did not stand, and of the latest resume that
+    /// does not work.
+    failed_to_suspend: Option<String>,
+    failed_to_resume: Option<String>,
 }
 
 /// Where all devices stand together.
 enum Phase {
     Going,
-    /// Told to suspend, since when; and what went wrong so far.
-    Suspending(Instant, Option<String>),
+    Suspending(Wave),
     Standing,
+    Resuming(Wave),
 }
+
+/// All devices do the same.
+struct Wave {
+    began: Instant,
+    /// Bit `n`: card `n` was told.
+    told: u32,
+    /// What went wrong first.
+    failed: Option<String>,
+}
+
+impl Wave {
+    fn begin() -> Wave {
+        Wave { began: clock::now(), told: 0, failed: None }
+    }
+
+    fn note(&mut self, result: Result<(), String>) {
+        if let Err(why) = result {
+            self.failed.get_or_insert(why);
+        }
+    }
+}
+
+const _: () = assert!(NICS_MAX <= 32);
 
 impl Nics {
     /// Cards for a new guest, one for each device.
@@ -118,8 +148,10 @@ impl Nics {
         };
         let stands = matches!(phase, Phase::Standing);
         let standing = Standing { stands: AtomicBool::new(stands), ..Standing::default() };
-        let order = Mutex::new(Order { phase, by_switchover: stands, by_owner: false });
-        Ok(Nics { _service: service, cards, standing, order, _lease: lease })
+        let (failed_to_suspend, failed_to_resume) = (None, None);
+        let order = Order { phase, by_owner: false, failed_to_suspend, failed_to_resume };
+        let (order, by_switchover) = (Mutex::new(order), AtomicBool::new(stands));
+        Ok(Nics { _service: service, cards, standing, by_switchover, order, _lease: lease })
     }
 
     /// Whether there is no card.
@@ -184,88 +216,78 @@ impl Nics {
 
     /// Tells all devices to suspend for a switchover; waits for nothing.
     pub(crate) fn begin_suspend(&self) {
-        let mut order = lock(&self.order);
-        order.by_switchover = true;
-        self.begin_standing(&mut order);
-    }
-
-    fn begin_standing(&self, order: &mut Order) {
-        if !matches!(order.phase, Phase::Going) {
-            return;
+        self.by_switchover.store(true, Ordering::SeqCst);
+        if let Some(mut order) = try_lock(&self.order) {
+            self.advance(&mut order);
         }
-        self.standing.stands.store(true, Ordering::SeqCst);
-        let began = clock::now();
-        let failed = self.cards.iter().filter_map(|card| card.begin_suspend().err());
-        order.phase = Phase::Suspending(began, failed.reduce(|first, _| first));
     }
 
-    /// Returns when no device touches guest memory any more. On an error all go on as before.
+    /// Ready when no device touches guest memory any more. On an error all go on as before, as far
+    /// as they can. Waits for nothing.
+    pub(crate) fn poll_suspended(&self) -> Poll<Result<(), String>> {
+        if self.cards.is_empty() {
+            return Poll::Ready(Ok(()));
+        }
+        // Whoever has the lock brings it further.
+        let Some(mut order) = try_lock(&self.order) else { return Poll::Pending };
+        let is_wanted = self.is_switchover();
+        if !self.advance(&mut order) {
+            return Poll::Pending;
+        }
+        if is_wanted && self.is_switchover() {
+            return Poll::Ready(Ok(()));
+        }
+        let failed = order.failed_to_suspend.take();
+        Poll::Ready(Err(failed.unwrap_or_else(|| "the devices were set going again".into())))
+    }
+
+    /// As [`Nics::poll_suspended`], waiting.
+    #[cfg(test)]
     pub(crate) fn wait_suspended(&self) -> Result<(), String> {
-        let mut order = lock(&self.order);
-        if matches!(order.phase, Phase::Going) && !self.cards.is_empty() {
-            return Err("the devices were set going again".into());
-        }
-        self.wait_standing(&mut order)
-    }
-
-    /// Waits for a suspend that was begun; the error is the first of a device that does not stand.
-    fn settle(&self, order: &mut Order) -> Result<(), String> {
-        let Phase::Suspending(began, failed) = &mut order.phase else { return Ok(()) };
-        let (began, mut failed) = (*began, failed.take());
-        self.wait_for_all(&mut failed, |card| card.poll_suspended(began));
-        order.phase = Phase::Standing;
-        failed.map_or(Ok(()), Err)
-    }
-
-    fn wait_standing(&self, order: &mut Order) -> Result<(), String> {
-        let Err(why) = self.settle(order) else { return Ok(()) };
-        order.by_switchover = false;
-        if let Err(error) = self.go_on(order) {
-            tracing::warn!(%error, "a suspend failed, and so did the resume after it");
-        }
-        Err(why)
-    }
-
-    /// Looks at all cards in turn until each has answered; keeps the first failure.
-    fn wait_for_all(&self, failed: &mut Option<String>, poll: impl Fn(&Nic) -> Answer) {
-        let mut waiting: Vec<&Nic> = self.cards.iter().collect();
-        while !waiting.is_empty() {
-            waiting.retain(|card| match poll(card) {
-                Answer::Pending => true,
-                Answer::Done => false,
-                Answer::Failed(why) => {
-                    failed.get_or_insert(why);
-                    false
-                }
-            });
-            if !waiting.is_empty() {
-                std::thread::sleep(LOOK_INTERVAL);
+        loop {
+            match self.poll_suspended() {
+                Poll::Ready(done) => return done,
+                Poll::Pending => std::thread::sleep(LOOK_INTERVAL),
             }
+        }
+    }
+
+    /// Ends a switchover without waiting: call [`Nics::settle`] behind it, where a thread may wait.
+    pub(crate) fn end_switchover(&self) {
+        self.by_switchover.store(false, Ordering::SeqCst);
+    }
+
+    /// Waits until all devices stand or go, as is wanted. The error is the first of a device that
+    /// does not work.
+    pub(crate) fn settle(&self) -> Result<(), String> {
+        loop {
+            let mut order = lock(&self.order);
+            if self.advance(&mut order) {
+                return order.failed_to_resume.take().map_or(Ok(()), Err);
+            }
+            drop(order);
+            std::thread::sleep(LOOK_INTERVAL);
         }
     }
 
     /// Ends a switchover: all devices go on, together, unless the owner's pause keeps them. The
     /// error is the first of a device that does not work.
     pub(crate) fn resume(&self) -> Result<(), String> {
-        let mut order = lock(&self.order);
-        order.by_switchover = false;
-        self.go_on(&mut order)
+        self.end_switchover();
+        self.settle()
     }
 
     /// Says whether the owner wants the guest, and with it its devices, to stand; the devices
     /// follow unless a switchover keeps them. Devices that can't suspend go on.
     pub(crate) fn set_paused(&self, paused: bool) {
-        let mut order = lock(&self.order);
-        order.by_owner = paused;
-        let result = if !paused {
-            self.go_on(&mut order)
-        } else if self.cannot_suspend().is_some() {
-            Ok(())
-        } else {
-            self.begin_standing(&mut order);
-            self.wait_standing(&mut order)
-        };
-        if let Err(error) = result {
+        {
+            let mut order = lock(&self.order);
+            order.by_owner = paused;
+            order.failed_to_suspend = None;
+        }
+        let resumed = self.settle();
+        let suspended = lock(&self.order).failed_to_suspend.take().map_or(Ok(()), Err);
+        if let Err(error) = suspended.and(resumed) {
             tracing::warn!(%error, paused, "a device did not follow its guest");
         }
     }
@@ -275,30 +297,107 @@ impl Nics {
         lock(&self.order).by_owner = true;
     }
 
-    /// Sets all devices going, if nobody wants them to stand.
-    fn go_on(&self, order: &mut Order) -> Result<(), String> {
-        if order.by_owner || order.by_switchover || matches!(order.phase, Phase::Going) {
-            return Ok(());
+    fn is_switchover(&self) -> bool {
+        self.by_switchover.load(Ordering::SeqCst)
+    }
+
+    /// Brings all devices as far towards what is wanted as that goes without waiting for them;
+    /// whether they are there.
+    fn advance(&self, order: &mut Order) -> bool {
+        loop {
+            match &mut order.phase {
+                Phase::Going => {
+                    let owner = order.by_owner && self.cannot_suspend().is_none();
+                    if !(self.is_switchover() || owner) {
+                        return true;
+                    }
+                    order.failed_to_suspend = None;
+                    self.standing.stands.store(true, Ordering::SeqCst);
+                    order.phase = Phase::Suspending(Wave::begin());
+                }
+                Phase::Suspending(_) if !(order.by_owner || self.is_switchover()) => {
+                    // One that is late keeps no other from going on.
+                    order.phase = Phase::Resuming(self.begin_resume());
+                }
+                Phase::Suspending(wave) => {
+                    if !self.have_suspended(wave) {
+                        return false;
+                    }
+                    if let Some(why) = wave.failed.take() {
+                        order.failed_to_suspend = Some(why);
+                        self.end_switchover();
+                    }
+                    order.phase = Phase::Standing;
+                }
+                Phase::Standing => {
+                    if order.by_owner || self.is_switchover() {
+                        return true;
+                    }
+                    order.failed_to_resume = None;
+                    order.phase = Phase::Resuming(self.begin_resume());
+                }
+                Phase::Resuming(wave) => {
+                    if !self.have_resumed(wave) {
+                        return false;
+                    }
+                    order.failed_to_resume = wave.failed.take();
+                    order.phase = Phase::Going;
+                }
+            }
         }
-        // One that does not stand goes already.
-        let _ = self.settle(order);
+    }
+
+    /// Tells the cards that were not told yet, and asks the others. A card that a vCPU is at is
+    /// left for the next time.
+    fn have_suspended(&self, wave: &mut Wave) -> bool {
+        let mut all = true;
+        for (number, card) in self.cards.iter().enumerate() {
+            let Some(mut state) = card.try_lock() else {
+                all = false;
+                continue;
+            };
+            if wave.told & 1 << number == 0 {
+                wave.told |= 1 << number;
+                wave.note(card.begin_suspend(&mut state));
+            }
+            match card.poll_suspended(&mut state, wave.began) {
+                Answer::Pending => all = false,
+                Answer::Done => {}
+                Answer::Failed(why) => wave.note(Err(why)),
+            }
+        }
+        all
+    }
+
+    fn begin_resume(&self) -> Wave {
         self.standing.stands.store(false, Ordering::SeqCst);
-        let began = clock::now();
-        let mut failed = None;
+        let mut wave = Wave::begin();
+        self.cards.iter().for_each(|card| wave.note(card.begin_resume(&self.standing)));
+        wave
+    }
+
+    fn have_resumed(&self, wave: &mut Wave) -> bool {
+        let mut all = true;
         for card in &self.cards {
-            if let Err(why) = card.begin_resume(&self.standing) {
-                failed.get_or_insert(why);
+            match card.poll_late_suspend(&self.standing, wave.began) {
+                Answer::Pending => {
+                    all = false;
+                    continue;
+                }
+                Answer::Done => {}
+                Answer::Failed(why) => wave.note(Err(why)),
+            }
+            match card.poll_resumed(wave.began) {
+                Answer::Pending => all = false,
+                Answer::Done => {}
+                Answer::Failed(why) => wave.note(Err(why)),
             }
         }
-        self.wait_for_all(&mut failed, |card| card.poll_resumed(began));
-        // Those that stood go first.
-        for card in &self.cards {
-            if let Err(why) = card.catch_up(&self.standing) {
-                failed.get_or_insert(why);
-            }
+        if all {
+            // Those that stood have gone first.
+            self.cards.iter().for_each(|card| wave.note(card.catch_up(&self.standing)));
         }
-        order.phase = Phase::Going;
-        failed.map_or(Ok(()), Err)
+        all
     }
 
     /// The first card that can't be suspended.

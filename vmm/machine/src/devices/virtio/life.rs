@@ -142,8 +142,7 @@ impl Nic {
     }
 
     /// Tells the device to stop, if it passes frames.
-    pub(super) fn begin_suspend(&self) -> Result<(), String> {
-        let mut state = self.lock();
+    pub(super) fn begin_suspend(&self, state: &mut State) -> Result<(), String> {
         if state.backing != Backing::Running {
             return Ok(());
         }
@@ -153,8 +152,7 @@ impl Nic {
     }
 
     /// Whether it has stopped. After an error it passes frames as before.
-    pub(super) fn poll_suspended(&self, began: Instant) -> Answer {
-        let mut state = self.lock();
+    pub(super) fn poll_suspended(&self, state: &mut State, began: Instant) -> Answer {
         if state.backing != Backing::Suspending {
             return Answer::Done;
         }
@@ -169,9 +167,24 @@ impl Nic {
             }
             None if is_late(began) => {
                 state.step(Event::NotStopped);
-                self.no_answer(&mut state, "suspend")
+                self.no_answer(state, "suspend")
             }
             None => Answer::Pending,
+        }
+    }
+
+    /// Sets a device going that is to go and was told to suspend before; pending until it has
+    /// answered that.
+    pub(super) fn poll_late_suspend(&self, standing: &Standing, began: Instant) -> Answer {
+        let Some(mut state) = self.try_lock() else { return Answer::Pending };
+        if state.backing != Backing::Suspending {
+            return Answer::Done;
+        }
+        let answer = self.poll_suspended(&mut state, began);
+        drop(state);
+        match answer {
+            Answer::Done => self.begin_resume(standing).map_or_else(Answer::Failed, |()| answer),
+            Answer::Pending | Answer::Failed(_) => answer,
         }
     }
 

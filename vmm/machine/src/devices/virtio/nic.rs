@@ -9,7 +9,7 @@ use super::registers::{LINES, status};
 use super::saved::NicKind;
 use crate::MachineError;
 use crate::memory::GuestMemory;
-use crate::vcpu::lock;
+use crate::vcpu::{lock, try_lock};
 use martlet_vdpa::virtio::{DEVICE_NET, feature, net_config, split};
 use martlet_vdpa::{Identity, VdpaDevice};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -131,6 +131,11 @@ impl Nic {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
+    }
+
+    /// The card's state, if nobody else is at it.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        try_lock(&self.state)
     }
 
     /// Pairs that the card has.
