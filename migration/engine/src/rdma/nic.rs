@@ -26,6 +26,9 @@ const SEND_SLOTS: u32 = 256;
 /// silent, because the thread that says something is the one that connects.
 const CONNECT_MAX: Duration = Duration::from_secs(4);
 
+/// How long they may take to come, and to be let in. The source begins once the terms are agreed.
+const ACCEPT_MAX: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 8000 });
+
 /// Completions taken at a time.
 const POLL_BATCH: usize = 32;
 
@@ -112,6 +115,8 @@ struct Over<F: Fabric> {
     memory: Vec<HostMemory>,
     errands: Errands,
     listener: Option<F::Listener>,
+    /// Until when queue pairs are let in, once they are awaited.
+    accept_until: Option<Instant>,
     pairs: Vec<Option<F::Pair>>,
     list: Vec<WorkRequest>,
     next_receive: u64,
@@ -130,6 +135,7 @@ impl<F: Fabric> Over<F> {
             ram: Arc::clone(ram),
             errands,
             listener: None,
+            accept_until: None,
             pairs: Vec::new(),
             list: Vec::new(),
             next_receive: 0,
@@ -174,6 +180,7 @@ impl<F: Fabric> Over<F> {
         &mut self,
         request: <F::Listener as Listener>::Request,
         token: [u8; 16],
+        limit: Duration,
     ) -> Result<(), String> {
         let hello = QueueHello::parse(request.private_data());
         let free = hello.ok().filter(|hello| hello.token == token).and_then(|hello| {
@@ -187,7 +194,7 @@ impl<F: Fabric> Over<F> {
         };
         let error = |error| crate::chain(&error);
         let setup = self.setup();
-        let mut pair = request.accept(&setup, &[], CONNECT_MAX).map_err(error)?;
+        let mut pair = request.accept(&setup, &[], limit).map_err(error)?;
         let ids: Vec<WorkId> = (0..u64::from(MARKER_RECEIVES)).map(WorkId).collect();
         pair.post_receives(&ids).map_err(|error| crate::chain(&error))?;
         self.pairs[place] = Some(pair);
@@ -247,16 +254,21 @@ impl<F: Fabric> Nic for Over<F> {
 
     fn accept(&mut self, queues: u16, token: [u8; 16], limit: Duration) -> Result<bool, String> {
         self.pairs.resize_with(usize::from(queues), || None);
+        let until = *self.accept_until.get_or_insert_with(|| Instant::now() + ACCEPT_MAX);
         let Some(listener) = &mut self.listener else { return Ok(true) };
         let request = listener.accept(limit).map_err(|error| crate::chain(&error))?;
         if let Some(request) = request {
-            self.admit(request, token)?;
+            let left = until.saturating_duration_since(Instant::now());
+            self.admit(request, token, left)?;
         }
-        let all = self.pairs.iter().all(Option::is_some);
-        if all {
+        if self.pairs.iter().all(Option::is_some) {
             self.listener = None;
+            return Ok(true);
         }
-        Ok(all)
+        if until <= Instant::now() {
+            return Err(format!("{queues} queue pairs did not come within {ACCEPT_MAX:?}"));
+        }
+        Ok(false)
     }
 
     fn post(&mut self, queue: QueueIndex, list: &[Post]) -> Result<(), String> {

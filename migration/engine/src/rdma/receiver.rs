@@ -63,13 +63,13 @@ pub(crate) struct RdmaReceiver {
 }
 
 enum Mode {
-    Rdma(Box<Link>),
+    Rdma(Box<RdmaEnd>),
     Pages(PageReceiver),
     /// The last round is here, or the connection is lost.
     Over,
 }
 
-struct Link {
+struct RdmaEnd {
     destination: Destination,
     messages: Messages,
     nic: Option<Box<dyn Nic>>,
@@ -114,7 +114,7 @@ impl RdmaReceiver {
     ) -> Result<RdmaReceiver, String> {
         let regions: Vec<u64> = ram.regions().iter().map(|region| region.pages()).collect();
         let at = stream.local().ok_or("RDMA needs a connection between IP addresses")?;
-        let mut link = Link {
+        let mut rdma = RdmaEnd {
             destination: Destination::new(&regions, accept.config(), monotonic_now()),
             messages: Messages::new(stream),
             nic: None,
@@ -135,12 +135,12 @@ impl RdmaReceiver {
         });
         match opened {
             Ok((nic, address)) => {
-                link.nic = Some(nic);
-                link.messages.queue(&RdmaMessage::QueueAddress(address));
+                rdma.nic = Some(nic);
+                rdma.messages.queue(&RdmaMessage::QueueAddress(address));
             }
-            Err(reason) => link.destination.give_up(reason),
+            Err(reason) => rdma.destination.give_up(reason),
         }
-        let mode = Mode::Rdma(Box::new(link));
+        let mode = Mode::Rdma(Box::new(rdma));
         Ok(RdmaReceiver { mode, placer, arrived: VecDeque::new() })
     }
 
@@ -169,11 +169,11 @@ impl RdmaReceiver {
     fn step(&mut self) -> Result<Arrival, Unreceived> {
         match &mut self.mode {
             Mode::Over => Ok(Arrival::Nothing),
-            Mode::Rdma(link) => {
-                let busy = link.step(&self.placer, &mut self.arrived)?;
-                if link.finished {
+            Mode::Rdma(rdma) => {
+                let busy = rdma.step(&self.placer, &mut self.arrived)?;
+                if rdma.finished {
                     self.mode = Mode::Over;
-                } else if link.closed && link.source_closed && !link.messages.is_unsent() {
+                } else if rdma.closed && rdma.source_closed && !rdma.messages.is_unsent() {
                     self.fall_back()?;
                 }
                 Ok(if busy { Arrival::Bytes(ByteCount(0)) } else { Arrival::Nothing })
@@ -183,12 +183,12 @@ impl RdmaReceiver {
     }
 
     fn fall_back(&mut self) -> Result<(), Unreceived> {
-        let Mode::Rdma(mut link) = std::mem::replace(&mut self.mode, Mode::Over) else {
+        let Mode::Rdma(mut rdma) = std::mem::replace(&mut self.mode, Mode::Over) else {
             return Ok(());
         };
-        let reason = link.destination.cause().map_or_else(String::new, |cause| crate::chain(cause));
+        let reason = rdma.destination.cause().map_or_else(String::new, |cause| crate::chain(cause));
         warn!(%reason, "RDMA ended; the rest comes over the connection");
-        let stream = link.messages.finish();
+        let stream = rdma.messages.finish();
         let receiver =
             stream.and_then(|stream| PageReceiver::new(stream, Arc::clone(&self.placer)));
         self.mode = Mode::Pages(receiver.map_err(PagesReceiveError::Io)?);
@@ -199,7 +199,7 @@ impl RdmaReceiver {
     pub(crate) fn wait(&mut self, wake: &Wake, limit: Duration) -> io::Result<()> {
         match &mut self.mode {
             Mode::Over => Ok(()),
-            Mode::Rdma(link) => link.wait(wake, limit),
+            Mode::Rdma(rdma) => rdma.wait(wake, limit),
             Mode::Pages(receiver) => {
                 let mut fds =
                     [PollFd::new(receiver, PollFlags::IN), PollFd::new(wake, PollFlags::IN)];
@@ -209,7 +209,7 @@ impl RdmaReceiver {
     }
 }
 
-impl Link {
+impl RdmaEnd {
     fn step(&mut self, placer: &Placer, arrived: &mut VecDeque<u32>) -> Result<bool, Unreceived> {
         let mut busy = self.read_messages();
         busy |= self.take_done();
@@ -461,6 +461,15 @@ mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
 
+    const TERMS: Terms = Terms {
+        version: RDMA_VERSION,
+        queues: 1,
+        pinning: Pinning::Dynamic,
+        unit_chunks: 1,
+        chunk_bytes: 1 << 20,
+        pinned_bytes_max: 2 << 20,
+    };
+
     /// A receiver for memory of so many pages, and the source's end of its connection.
     fn connected(pages: u64) -> (RdmaReceiver, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -479,22 +488,22 @@ mod tests {
     #[test]
     fn a_source_that_reads_nothing_holds_up_no_step() {
         let (mut receiver, peer) = connected(1024);
-        let Mode::Rdma(link) = &mut receiver.mode else { panic!("it begins so") };
+        let Mode::Rdma(rdma) = &mut receiver.mode else { panic!("it begins so") };
         let mut rests = 0;
         while rests < 3 {
             for sent_ns in 0..1000 {
-                link.messages.queue(&RdmaMessage::Heartbeat { sent_ns });
+                rdma.messages.queue(&RdmaMessage::Heartbeat { sent_ns });
             }
-            link.messages.flush().unwrap();
+            rdma.messages.flush().unwrap();
             // What is in the kernel moves on to the peer's for a while.
-            while rests < 3 && link.messages.is_unsent() {
+            while rests < 3 && rdma.messages.is_unsent() {
                 rests += 1;
                 std::thread::sleep(Duration::from_millis(50));
-                link.messages.flush().unwrap();
+                rdma.messages.flush().unwrap();
             }
-            rests = if link.messages.is_unsent() { rests } else { 0 };
+            rests = if rdma.messages.is_unsent() { rests } else { 0 };
         }
-        (link.closed, link.source_closed) = (true, true);
+        (rdma.closed, rdma.source_closed) = (true, true);
         receiver.advance().unwrap();
         assert!(matches!(receiver.mode, Mode::Rdma(_)), "what was said is sent first");
         drop(peer);
@@ -506,18 +515,10 @@ mod tests {
         const PAGES: u32 = 16 << 10;
         let (mut receiver, mut peer) = connected(PAGES.into());
         receiver.placer.data_target(RegionIndex(0), 0, PAGES).unwrap();
-        let terms = Terms {
-            version: RDMA_VERSION,
-            queues: 1,
-            pinning: Pinning::Dynamic,
-            unit_chunks: 1,
-            chunk_bytes: 1 << 20,
-            pinned_bytes_max: 2 << 20,
-        };
         let range = ZeroRange { region: 0, first_page: 0, count: PAGES };
         let list = ZeroList { sequence: 1, ranges: vec![range; ZERO_RANGES_MAX] };
         let mut bytes = Vec::new();
-        RdmaMessage::Offer(terms).encode(&mut bytes);
+        RdmaMessage::Offer(TERMS).encode(&mut bytes);
         RdmaMessage::ZeroList(list).encode(&mut bytes);
         peer.write_all(&bytes).unwrap();
         let until = monotonic_now().after(Duration::from_secs(20));
@@ -525,9 +526,28 @@ mod tests {
         while done == 0 {
             assert!(monotonic_now() < until, "the list comes");
             receiver.advance().unwrap();
-            let Mode::Rdma(link) = &receiver.mode else { panic!("nothing is wrong with it") };
-            done = link.zeroing.front().map_or(0, |list| list.done);
+            let Mode::Rdma(rdma) = &receiver.mode else { panic!("nothing is wrong with it") };
+            done = rdma.zeroing.front().map_or(0, |list| list.done);
         }
         assert!(done <= ZERO_PAGES_A_STEP + ZERO_PAGES_MAX, "{done} pages in one step");
+    }
+    /// The thread that steps waits for each of them, and only for so long in all.
+    #[test]
+    fn queue_pairs_that_never_come_are_not_awaited_without_end() {
+        let (mut receiver, mut peer) = connected(1024);
+        let mut bytes = Vec::new();
+        RdmaMessage::Offer(TERMS).encode(&mut bytes);
+        peer.write_all(&bytes).unwrap();
+        let until = monotonic_now().after(Duration::from_secs(20));
+        loop {
+            assert!(monotonic_now() < until, "they are awaited still");
+            receiver.advance().unwrap();
+            let Mode::Rdma(rdma) = &receiver.mode else { panic!("its source did not close it") };
+            if rdma.closed {
+                let cause = rdma.destination.cause().map(ToString::to_string).unwrap();
+                assert!(cause.contains("queue pairs did not come"), "{cause}");
+                return;
+            }
+        }
     }
 }

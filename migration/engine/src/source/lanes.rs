@@ -120,7 +120,7 @@ impl Common {
 
 /// The sending end of a channel, for whoever has it in hand.
 pub(super) trait Lane: Send {
-    /// Does what can be done without waiting for it.
+    /// Does what is due besides the work of its queue; waits for nothing but room to send.
     fn step(&mut self, out: &mut Outgoing<'_, '_>) -> io::Result<Step>;
 
     /// Whether another chunk, or a round's end, can be taken.
