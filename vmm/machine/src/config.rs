@@ -12,9 +12,13 @@ pub enum Accel {
     /// The kernel's virtual machines.
     #[default]
     Kvm,
-    /// Threads of this process; for the built-in program only.
+    /// Threads of this process; for the built-in program only, with the feature `threads`.
     Threads,
 }
+
+/// Why there are none.
+#[cfg(not(feature = "threads"))]
+pub(crate) const NO_THREADS: &str = "this program was built without guests on threads";
 
 impl fmt::Display for Accel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -24,6 +28,10 @@ impl fmt::Display for Accel {
         })
     }
 }
+
+/// A secret of processes that take threads guests from each other, as those of one `demo` do over
+/// TCP.
+pub const THREADS_KEY_VARIABLE: &str = "MARTLET_THREADS_KEY";
 
 /// How KVM tracks dirty pages. Threads have one way only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,13 +1,14 @@
 //! Machines that wait for a guest, and the factory that builds them.
 
 use crate::MachineError;
+#[cfg(not(feature = "threads"))]
+use crate::config::NO_THREADS;
 use crate::config::{Accel, SerialOut, Tracking};
 use crate::devices::Endpoint;
 use crate::devices::virtio::Devices;
 use crate::machine::{Machine, open_endpoint};
 use crate::phase::{Event, Phase};
 use crate::saved::{Description, SavedMachine};
-use crate::threads;
 use crate::vcpu::lock;
 use martlet_engine::{
     BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, LoadFor, RunState,
@@ -80,7 +81,10 @@ impl Factory {
         }
         match own {
             Accel::Kvm => Ok(()),
-            Accel::Threads => threads::check_peer(&description.backend, request.peer),
+            #[cfg(feature = "threads")]
+            Accel::Threads => crate::threads::check_peer(&description.backend, request.peer),
+            #[cfg(not(feature = "threads"))]
+            Accel::Threads => Err(NO_THREADS.into()),
         }
     }
 }

@@ -3,7 +3,8 @@
 //!
 //! [`Machine`] is what a source has, [`Factory`] what a destination has; both speak to
 //! `martlet-engine` through its traits. What executes the guest's instructions is behind one seam
-//! (`vcpu/backend.rs`): KVM, or threads of this process where there is no KVM.
+//! (`vcpu/backend.rs`): KVM, or, with the feature `threads`, threads of this process where there is no
+//! KVM.
 //!
 //! ```text
 //! owner --> Machine <-- engine            phase.rs: who may order what
@@ -23,7 +24,6 @@ mod clock;
 mod config;
 mod destination;
 mod devices;
-mod dirty;
 mod error;
 mod kvm;
 mod machine;
@@ -35,14 +35,14 @@ mod saved;
 mod source;
 #[cfg(test)]
 mod tests;
+#[cfg(feature = "threads")]
 mod threads;
 mod vcpu;
 
 pub use config::{
-    Accel, Boot, KernelConfig, MEMORY_MAX, MEMORY_MIN, MachineConfig, SerialOut, Tracking,
-    VCPUS_MAX,
+    Accel, Boot, KernelConfig, MEMORY_MAX, MEMORY_MIN, MachineConfig, SerialOut,
+    THREADS_KEY_VARIABLE, Tracking, VCPUS_MAX,
 };
 pub use destination::{Factory, FactoryConfig};
 pub use error::MachineError;
 pub use machine::{EndCause, GuestStatus, Machine, MachineInfo, OwnerError, kvm_is_usable};
-pub use threads::THREADS_KEY_VARIABLE;

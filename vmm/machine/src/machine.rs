@@ -1,6 +1,8 @@
 //! A machine: memory, vCPUs and devices under one roof, and the order in which they are used.
 
 use crate::boot;
+#[cfg(not(feature = "threads"))]
+use crate::config::NO_THREADS;
 use crate::config::{Accel, Boot, MachineConfig, Tracking};
 use crate::devices::virtio::{Devices, Lease, Nics, SavedNic};
 use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
@@ -10,7 +12,6 @@ use crate::phase::{Event, Phase};
 use crate::power_on;
 use crate::reset::{Resets, Wish};
 use crate::saved::{Description, PowerOnKind, SavedMachine};
-use crate::threads;
 use crate::vcpu::backend::{BackendError, Built, VmBackend};
 use crate::vcpu::{Group, lock};
 use crate::{MachineError, SerialOut};
@@ -471,11 +472,14 @@ fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
             let built = kvm::build(&memory, &options)?;
             Ok((memory, built))
         }
+        #[cfg(feature = "threads")]
         Accel::Threads => {
-            let ram = Arc::new(threads::create_ram(parts.layout)?);
-            let built = threads::build(&ram, parts.vcpus, parts.description)?;
+            let ram = Arc::new(crate::threads::create_ram(parts.layout)?);
+            let built = crate::threads::build(&ram, parts.vcpus, parts.description)?;
             Ok((Arc::new(with(ram)), built))
         }
+        #[cfg(not(feature = "threads"))]
+        Accel::Threads => Err(MachineError::Config { reason: NO_THREADS.into() }),
     }
 }
 

@@ -1,7 +1,7 @@
 //! A machine whose guest can be moved away.
 
 use crate::clock;
-use crate::dirty::NicPages;
+use crate::devices::virtio::NicPages;
 use crate::machine::{Control, EndCause, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;

@@ -3,8 +3,8 @@
 // UNSAFETY: lets a signal through, and asks for a thread's id.
 
 use super::raw::RunArea;
-use crate::threads::signals::{KICK, install_kick, kick_thread};
 use crate::vcpu::backend::Kicker;
+use crate::vcpu::kick::{self, KICK, kick_thread};
 use crate::vcpu::lock;
 use std::io;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ impl KvmKicker {
 
     /// Learns that the calling thread is the vCPU's, and lets the signal through to it.
     pub(super) fn attach(&self) -> io::Result<()> {
-        install_kick()?;
+        kick::install()?;
         // SAFETY: a signal set on the stack, initialised by sigemptyset before its use.
         let result = unsafe {
             let mut set = std::mem::zeroed();

@@ -1,7 +1,7 @@
 //! What a destination must have in common with the source.
 
-use super::THREADS_KEY_VARIABLE;
 use super::tsc::tsc_khz;
+use crate::THREADS_KEY_VARIABLE;
 use crate::saved::decode;
 use crate::vcpu::backend::BackendError;
 use minicbor::{Decode, Encode};

@@ -14,9 +14,10 @@
 mod decode;
 mod description;
 mod frame;
+mod pagemap;
 mod saved;
 mod signal_stack;
-pub(crate) mod signals;
+mod signals;
 mod tsc;
 mod vcpu;
 
@@ -24,13 +25,14 @@ mod vcpu;
 mod tests;
 
 use crate::Accel;
-use crate::dirty::pagemap::PagemapTracker;
+use crate::THREADS_KEY_VARIABLE;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend, VmBackend};
 use description::Description;
 use martlet_engine::LoadFor;
 use martlet_engine::Peer;
 use martlet_ram::{DirtySource, GuestRam, TrackError};
 use martlet_units::PageRange;
+use pagemap::PagemapTracker;
 use std::sync::Arc;
 use vcpu::ThreadVcpu;
 
@@ -48,10 +50,6 @@ pub(crate) fn create_ram(layout: &[PageRange]) -> Result<GuestRam, BackendError>
         BackendError::Unsupported { reason }
     })
 }
-
-/// A secret of processes that take threads guests from each other, as those of one `demo` do over
-/// TCP.
-pub const THREADS_KEY_VARIABLE: &str = "MARTLET_THREADS_KEY";
 
 /// Whether whoever sends a guest with this description may have its code run here.
 pub(crate) fn check_peer(description: &[u8], peer: Peer) -> Result<(), String> {

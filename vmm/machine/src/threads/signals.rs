@@ -21,6 +21,7 @@
 use super::frame::{FP_BYTES_MAX, FpState, Register, SignalContext, fp_bytes, sanitize_flags};
 use super::signal_stack::SignalStack;
 use crate::vcpu::backend::BackendError;
+use crate::vcpu::kick::{self, KICK, kick_thread};
 use martlet_raw_memory::Previous;
 use std::arch::asm;
 use std::cell::Cell;
@@ -41,11 +42,6 @@ const C_LIBRARY: [c_int; 2] = [32, 33];
 const HEADROOM_BYTES: usize = 16 << 10;
 /// Flags of host code: interrupts on, direction up.
 const HOST_FLAGS: u64 = 0x202;
-
-/// The signal of a kick. Nothing on x86-64 ever sends this one (signal(7)), and unlike a real-time
-/// signal it can't be lost for want of a place in a queue (`__send_signal_locked`,
-/// kernel/signal.c), nor come twice for two kicks.
-pub(crate) const KICK: c_int = libc::SIGSTKFLT;
 
 fn mask(signals: &[c_int]) -> u64 {
     signals.iter().fold(0, |mask, signal| mask | 1 << (signal - 1))
@@ -341,7 +337,9 @@ fn previous(signal: c_int) -> Option<&'static Previous> {
 /// Installs the handler for the whole process, once. Faults that are not a guest's go on to the
 /// handlers that were there.
 fn install_handlers() -> Result<(), BackendError> {
-    install_kick().map_err(BackendError::host("sigaction"))?;
+    // SAFETY: the handler only does what handlers may; on a thread that is no vCPU of this kind it
+    // does nothing.
+    unsafe { kick::install_with(on_signal) }.map_err(BackendError::host("sigaction"))?;
     let installed = PREVIOUS.get_or_init(|| {
         // SAFETY: the handler only does what handlers may.
         let replace = |signal| unsafe { Previous::replace(signal, on_signal) };
@@ -356,25 +354,6 @@ fn install_handlers() -> Result<(), BackendError> {
         Ok(_) => Ok(()),
         Err(errno) => Err(BackendError::host("sigaction")(io::Error::from_raw_os_error(*errno))),
     }
-}
-
-/// Installs the handler of kicks for the whole process, once. On a thread that is no vCPU of this
-/// kind it does nothing; that the signal came may matter there.
-pub(crate) fn install_kick() -> io::Result<()> {
-    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-    let install = || {
-        // SAFETY: the handler only does what handlers may.
-        let previous = unsafe { Previous::replace(KICK, on_signal) };
-        previous.map(drop).map_err(|error| error.raw_os_error().unwrap_or(0))
-    };
-    INSTALLED.get_or_init(install).map_err(io::Error::from_raw_os_error)
-}
-
-/// Sends a kick to a thread of this process, which must still live.
-pub(crate) fn kick_thread(thread: libc::pid_t) -> Result<(), BackendError> {
-    // SAFETY: plain numbers.
-    let result = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, KICK) };
-    if result == 0 { Ok(()) } else { Err(BackendError::host("tgkill")(io::Error::last_os_error())) }
 }
 
 /// Sets which signals this thread blocks, all 64 of them; the C library would leave its own open.

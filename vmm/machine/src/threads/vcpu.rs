@@ -5,9 +5,10 @@
 use super::decode::{BYTES_MAX, Direction, PortAccess, decode, decode_memory};
 use super::frame::Register;
 use super::saved::SavedVcpu;
-use super::signals::{Left, Passage, kick_thread};
+use super::signals::{Left, Passage};
 use crate::devices::virtio::{MMIO_END, MMIO_START};
 use crate::vcpu::backend::{BackendError, Exit, Kicker, Start, VcpuBackend};
+use crate::vcpu::kick::kick_thread;
 use crate::vcpu::lock;
 use martlet_engine::LoadFor;
 use martlet_ram::GuestRam;

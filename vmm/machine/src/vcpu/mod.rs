@@ -3,6 +3,7 @@
 pub(crate) mod backend;
 mod countdown;
 mod group;
+pub(crate) mod kick;
 mod orders;
 mod shared;
 mod thread;

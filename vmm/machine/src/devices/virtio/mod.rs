@@ -21,6 +21,7 @@ mod lease;
 mod life;
 mod mmio;
 mod nic;
+mod pages;
 mod queue;
 mod registers;
 mod saved;
@@ -31,7 +32,10 @@ mod travel;
 
 pub(crate) use group::Nics;
 pub(crate) use lease::{Devices, Lease};
-pub(crate) use registers::{MMIO_END, MMIO_START};
+pub(crate) use pages::NicPages;
+pub(crate) use registers::MMIO_END;
+#[cfg(feature = "threads")]
+pub(crate) use registers::MMIO_START;
 pub(crate) use saved::{NicKind, SavedNic};
 
 /// Most network cards of a machine: as many as there are interrupt lines for them.

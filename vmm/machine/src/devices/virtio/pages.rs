@@ -1,6 +1,6 @@
 //! What devices wrote by themselves, as a part of a machine's dirty tracking.
 
-use crate::devices::virtio::Nics;
+use super::Nics;
 use crate::memory::GuestMemory;
 use martlet_ram::{DirtySource, RamBitmap, RegionIndex, TrackError};
 use std::sync::Arc;
