@@ -1,17 +1,39 @@
 # Accesses to raw memory. All are leaves that use no stack, with the System V ABI's registers (3.2.3);
 # `fault.rs` sends a bus error within them to one of the ends below.
 
+.macro raw_memory_label name
+.globl \name
+.hidden \name
+\name:
+.endm
+
+.macro raw_memory_function name
+.p2align 4
+.type \name, @function
+    raw_memory_label \name
+.endm
+
+# How a check for zeros ends: at what is not, after all, or on to the next so many bytes.
+.macro raw_memory_verdict bytes, clean
+    jnz 3f
+    add rdi, \bytes
+    cmp rdi, rcx
+    jne 2b
+    mov eax, 1
+    \clean
+    ret
+3:
+    xor eax, eax
+    \clean
+    ret
+.endm
+
 .pushsection .text.martlet_raw_memory, "ax", @progbits
 .p2align 4
-.globl martlet_raw_memory_begin
-.hidden martlet_raw_memory_begin
-martlet_raw_memory_begin:
+raw_memory_label martlet_raw_memory_begin
 
 # (to, from, bytes)
-.globl martlet_raw_memory_copy
-.hidden martlet_raw_memory_copy
-.type martlet_raw_memory_copy, @function
-martlet_raw_memory_copy:
+raw_memory_function martlet_raw_memory_copy
     mov rcx, rdx
     shr rcx, 3
     jz 3f
@@ -46,11 +68,7 @@ martlet_raw_memory_copy:
     ret
 
 # (to, bytes)
-.p2align 4
-.globl martlet_raw_memory_clear
-.hidden martlet_raw_memory_clear
-.type martlet_raw_memory_clear, @function
-martlet_raw_memory_clear:
+raw_memory_function martlet_raw_memory_clear
     mov rcx, rsi
     xor eax, eax
     rep stosb
@@ -62,11 +80,7 @@ martlet_raw_memory_clear:
 # prefetcher follows ascending reads. So did prefetching by hand.
 
 # (page)
-.p2align 4
-.globl martlet_raw_memory_is_zero
-.hidden martlet_raw_memory_is_zero
-.type martlet_raw_memory_is_zero, @function
-martlet_raw_memory_is_zero:
+raw_memory_function martlet_raw_memory_is_zero
     mov rax, [rdi]
     or rax, [rdi + 8]
     or rax, [rdi + 16]
@@ -98,29 +112,15 @@ martlet_raw_memory_is_zero:
     or rax, rdx
     or r8, r9
     or rax, r8
-    jnz 3f
-    sub rdi, -128
-    cmp rdi, rcx
-    jne 2b
-    mov eax, 1
-    ret
-3:
-    xor eax, eax
-    ret
+    raw_memory_verdict 128
 
-.globl martlet_raw_memory_wide
-.hidden martlet_raw_memory_wide
-martlet_raw_memory_wide:
+raw_memory_label martlet_raw_memory_wide
 
 # The wide ones OR 512 bytes at a time into two accumulators, and leave the vector registers' upper
 # halves clean.
 
 # (page), AVX2
-.p2align 4
-.globl martlet_raw_memory_is_zero_avx2
-.hidden martlet_raw_memory_is_zero_avx2
-.type martlet_raw_memory_is_zero_avx2, @function
-martlet_raw_memory_is_zero_avx2:
+raw_memory_function martlet_raw_memory_is_zero_avx2
     vmovdqa ymm0, [rdi]
     vpor ymm0, ymm0, [rdi + 32]
     vptest ymm0, ymm0
@@ -146,24 +146,10 @@ martlet_raw_memory_is_zero_avx2:
     vpor ymm1, ymm1, [rdi + 480]
     vpor ymm0, ymm0, ymm1
     vptest ymm0, ymm0
-    jnz 3f
-    add rdi, 512
-    cmp rdi, rcx
-    jne 2b
-    mov eax, 1
-    vzeroupper
-    ret
-3:
-    xor eax, eax
-    vzeroupper
-    ret
+    raw_memory_verdict 512, vzeroupper
 
 # (page), AVX-512F
-.p2align 4
-.globl martlet_raw_memory_is_zero_avx512
-.hidden martlet_raw_memory_is_zero_avx512
-.type martlet_raw_memory_is_zero_avx512, @function
-martlet_raw_memory_is_zero_avx512:
+raw_memory_function martlet_raw_memory_is_zero_avx512
     vmovdqa64 zmm0, [rdi]
     vptestmq k1, zmm0, zmm0
     kortestw k1, k1
@@ -182,30 +168,17 @@ martlet_raw_memory_is_zero_avx512:
     vporq zmm0, zmm0, zmm1
     vptestmq k1, zmm0, zmm0
     kortestw k1, k1
-    jnz 3f
-    add rdi, 512
-    cmp rdi, rcx
-    jne 2b
-    mov eax, 1
-    vzeroupper
-    ret
-3:
-    xor eax, eax
-    vzeroupper
-    ret
+    raw_memory_verdict 512, vzeroupper
 
-.globl martlet_raw_memory_end
-.hidden martlet_raw_memory_end
-martlet_raw_memory_end:
+raw_memory_label martlet_raw_memory_end
 
 # Where a fault ends.
-.globl martlet_raw_memory_wide_fault
-.hidden martlet_raw_memory_wide_fault
-martlet_raw_memory_wide_fault:
+raw_memory_label martlet_raw_memory_wide_fault
     vzeroupper
-.globl martlet_raw_memory_fault
-.hidden martlet_raw_memory_fault
-martlet_raw_memory_fault:
+raw_memory_label martlet_raw_memory_fault
     mov eax, 2
     ret
 .popsection
+.purgem raw_memory_label
+.purgem raw_memory_function
+.purgem raw_memory_verdict
