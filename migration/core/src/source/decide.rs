@@ -178,13 +178,18 @@ impl Attempt {
         }
     }
 
-    /// Does what the owner wants once the migration has taken too long. A guest that is being
-    /// stopped is not bothered: it is about to leave.
+    /// Until when the guest is to be stopped. One that is being stopped is not bothered: it is about
+    /// to leave, unless the stop is called off.
+    pub(super) fn due(&self) -> Option<Instant> {
+        self.owner.due.filter(|_| !self.switchover.is_stopping()).map(|(at, _)| at)
+    }
+
+    /// Does what the owner wants once the migration has taken too long.
     pub(super) fn heed_bound(&mut self, io: &dyn SourceIo) {
-        let Some((at, then)) = self.owner.due.take_if(|(at, _)| *at <= io.now()) else { return };
-        if self.switchover.is_stopping() {
+        if self.due().is_none_or(|at| at > io.now()) {
             return;
         }
+        let Some((at, then)) = self.owner.due.take() else { return };
         let limit = at.since(self.started);
         match then {
             Then::Cancel => {

@@ -318,16 +318,20 @@ impl Attempt {
             let bitmap = self.precopy.dirty.region(chunk.region());
             chunk.runs().for_each(|run| bitmap.set_range(run));
         }
+        if let By::Here { .. } = by {
+            self.open_round(number, Kind::PreCopy, io);
+        }
+        if let Some(round) = &mut self.precopy.round {
+            round.kind = Kind::PreCopy;
+        }
         match by {
-            By::Here { .. } => self.open_round(number, Kind::PreCopy, io),
+            // The barriers follow with the pages.
+            By::Here { .. } => self.precopy.round.iter_mut().for_each(|it| it.handed_out = true),
             By::Lanes | By::Sent => {
                 self.precopy.scanner.abandon_round();
                 self.end_handing_out(io);
                 self.switchover.last_run = None;
             }
-        }
-        if let Some(round) = &mut self.precopy.round {
-            (round.kind, round.handed_out) = (Kind::PreCopy, true);
         }
         self.switchover.call_offs += 1;
         self.measures.measured.bandwidth = rate;

@@ -220,7 +220,7 @@ impl Attempt {
             until(wait),
             self.machine.poll_timeout(),
             self.measures.rest.map(|(at, _)| at),
-            self.owner.due.map(|(at, _)| at),
+            self.due(),
             self.ask_at(),
             self.precopy.is_sending().then(|| now.after(SHOW_INTERVAL)),
         ];

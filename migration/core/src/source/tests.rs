@@ -10,7 +10,7 @@ use martlet_wire::control::{
     Setup, SetupDone, WireRange,
 };
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::task::{Poll, Waker};
 
 const PAGES: u64 = 2048;
@@ -23,6 +23,11 @@ struct Vmm {
     is_silent: AtomicBool,
     is_late: AtomicBool,
     is_saving: AtomicBool,
+    /// The guest writes all of its memory, over and over.
+    writes_all: Arc<AtomicBool>,
+    /// It does so right before each stop, and not afterwards.
+    writes_all_last: bool,
+    throttled: AtomicU8,
     cancelled_stops: AtomicU32,
     resumes: AtomicU32,
 }
@@ -37,7 +42,7 @@ impl SourceVmm for Vmm {
     }
 
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
-        Ok(Box::new(Tracker))
+        Ok(Box::new(Tracker(Arc::clone(&self.writes_all))))
     }
 
     fn rehearse(&self) -> Result<Rehearsal, Error> {
@@ -45,7 +50,9 @@ impl SourceVmm for Vmm {
         Ok(Rehearsal { pause, save: pause, state: vec![1] })
     }
 
-    fn set_throttle(&self, _: u8) {}
+    fn set_throttle(&self, percent: u8) {
+        self.throttled.fetch_max(percent, Ordering::Relaxed);
+    }
 
     fn poll_suspended(&self) -> Poll<Result<(), Error>> {
         if self.is_silent.load(Ordering::Relaxed) { Poll::Pending } else { Poll::Ready(Ok(())) }
@@ -58,6 +65,7 @@ impl SourceVmm for Vmm {
             return Poll::Pending;
         }
         let permit = self.permit.lock().unwrap().take().expect("paused once");
+        self.writes_all.fetch_or(self.writes_all_last, Ordering::Relaxed);
         Poll::Ready(Ok(Paused { permit, was: RunState::Running }))
     }
 
@@ -72,6 +80,7 @@ impl SourceVmm for Vmm {
 
     fn resume(&self, permit: RunPermit, _: RunState) {
         self.resumes.fetch_add(1, Ordering::Relaxed);
+        self.writes_all.fetch_and(!self.writes_all_last, Ordering::Relaxed);
         *self.permit.lock().unwrap() = Some(permit);
     }
 
@@ -86,12 +95,13 @@ impl SourceVmm for Vmm {
     }
 }
 
-/// All of the first rounds is dirty again at its end.
-struct Tracker;
+/// A few pages are dirty again at the end of each round, or all.
+struct Tracker(Arc<AtomicBool>);
 
 impl DirtySource for Tracker {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
-        into.region(RegionIndex(0)).set_range(0..8);
+        into.region(RegionIndex(0))
+            .set_range(0..if self.0.load(Ordering::Relaxed) { PAGES } else { 8 });
         Ok(())
     }
 
@@ -118,6 +128,8 @@ enum Stall {
     Vcpus,
     /// The last pages find no room.
     LastPages,
+    /// Nor do many, in lanes that do not outlive the end of them.
+    ManyLastPages,
     State,
     Digest,
 }
@@ -136,6 +148,8 @@ struct Outside {
     events: Vec<Event>,
     lanes: Option<OneLane>,
     takes_call_off: Option<bool>,
+    /// How long a round takes to arrive.
+    takes: Duration,
     ended: Option<Ended>,
 }
 
@@ -144,8 +158,11 @@ struct Outside {
 struct OneLane {
     is_full: bool,
     holds_last: bool,
+    /// Has no room while the guest is stopped, and ends with a last round.
+    is_full_last: bool,
     sent: Sent,
     barriers: Vec<(u32, bool)>,
+    has_ended: bool,
 }
 
 impl Lanes for OneLane {
@@ -163,10 +180,15 @@ impl Lanes for OneLane {
     }
 
     fn barrier(&mut self, round: u32, last: bool) {
+        assert!(!self.has_ended, "nothing comes behind the end");
+        self.has_ended = last && self.is_full_last;
         self.barriers.push((round, last));
     }
 
-    fn set_unpaced(&mut self, _: bool) {}
+    fn set_unpaced(&mut self, unpaced: bool) {
+        self.is_full |= unpaced && self.is_full_last;
+        self.is_full &= unpaced || !self.is_full_last;
+    }
 
     fn unacknowledged(&self) -> ByteCount {
         ByteCount(0)
@@ -188,7 +210,7 @@ impl Lanes for OneLane {
     }
 
     fn outlive_last(&self) -> bool {
-        true
+        !self.is_full_last
     }
 
     fn break_all(&mut self) {}
@@ -218,13 +240,16 @@ impl SourceIo for Outside {
     fn begin(&mut self, work: Work) {
         let (done, stalls) = match work {
             Work::OpenChannels { .. } => {
-                let (is_full, holds_last) =
-                    (self.stall == Stall::Lanes, self.stall == Stall::LastPages);
-                self.lanes = Some(OneLane { is_full, holds_last, ..OneLane::default() });
+                self.lanes = Some(OneLane {
+                    is_full: self.stall == Stall::Lanes,
+                    holds_last: self.stall == Stall::LastPages,
+                    is_full_last: self.stall == Stall::ManyLastPages,
+                    ..OneLane::default()
+                });
                 self.inbox.push_back(Control::ChannelsReady);
                 (Event::ChannelsOpened(Ok(())), Stall::Channels)
             }
-            Work::Track => (Event::Tracked(Ok(Box::new(Tracker))), Stall::Track),
+            Work::Track => (Event::Tracked(Ok(self.vmm.track().expect("a tracker"))), Stall::Track),
             Work::FindTouched { into } => {
                 into.region(RegionIndex(0)).set_range(0..PAGES);
                 (Event::TouchedFound(Ok(PAGES)), Stall::Touched)
@@ -350,6 +375,9 @@ fn scene_within(stall: Stall, within: Option<Within>) -> Scene {
         is_silent: AtomicBool::new(stall == Stall::Device),
         is_late: AtomicBool::new(stall == Stall::Vcpus),
         is_saving: AtomicBool::new(stall == Stall::State),
+        writes_all: Arc::default(),
+        writes_all_last: stall == Stall::ManyLastPages,
+        throttled: AtomicU8::new(0),
         cancelled_stops: AtomicU32::new(0),
         resumes: AtomicU32::new(0),
     };
@@ -366,6 +394,7 @@ fn scene_within(stall: Stall, within: Option<Within>) -> Scene {
         events: Vec::new(),
         lanes: None,
         takes_call_off: Some(true),
+        takes: Duration::ZERO,
         ended: None,
     };
     Scene { attempt: Attempt::new(now, config), outside }
@@ -375,9 +404,10 @@ impl Scene {
     /// One step, and what the outside does about it.
     fn step(&mut self) {
         self.attempt.step(&mut self.outside);
-        let Outside { lanes, inbox, events, stall, .. } = &mut self.outside;
+        let Outside { lanes, inbox, events, stall, now, takes, .. } = &mut self.outside;
         for (round, _) in lanes.iter_mut().flat_map(|lane| lane.barriers.drain(..)) {
             events.push(Event::BarrierSent { round });
+            *now = now.after(*takes);
             if *stall != Stall::Arrival {
                 inbox.push_back(Control::RoundReceived(RoundReceived { round }));
             }
@@ -466,7 +496,8 @@ fn an_attempt_ends_when_nobody_makes_a_tracker_for_it_any_more() {
     scene.outside.cancelled = true;
     scene.step();
     assert!(!scene.attempt.is_over());
-    scene.attempt.on_event(Event::Tracked(Ok(Box::new(Tracker))));
+    let tracker = scene.outside.vmm.track().unwrap();
+    scene.attempt.on_event(Event::Tracked(Ok(tracker)));
     scene.step();
     assert_eq!(scene.ended().outcome, Outcome::Cancelled);
 }
@@ -597,4 +628,49 @@ fn several_attempts_may_follow_each_other() {
     second.outside.vmm.permit = first.outside.vmm.permit;
     second.run(LONG);
     assert_eq!(second.ended().outcome, Outcome::Completed);
+}
+
+/// Lanes by RDMA end with the marker of a last round; it does not go out where that round is none.
+#[test]
+fn a_round_that_is_not_the_last_any_more_does_not_end_the_lanes() {
+    let mut scene = scene(Stall::ManyLastPages);
+    while scene.outside.vmm.resumes.load(Ordering::Relaxed) == 0 {
+        scene.run(Duration::from_millis(1));
+        assert!(!scene.attempt.is_over(), "the stop is called off");
+    }
+    if let Some(lane) = &mut scene.outside.lanes {
+        lane.is_full_last = false;
+        lane.is_full = false;
+    }
+    scene.attempt.on_event(Event::LaneRoom);
+    scene.run(LONG);
+    assert_eq!(scene.ended().outcome, Outcome::Completed);
+}
+
+/// The time passes while the guest is stopped; then that stop is called off.
+#[test]
+fn a_bound_that_passes_in_a_stop_holds_if_the_guest_goes_on() {
+    let mut scene = scene(Stall::LastPages);
+    while !scene.attempt.switchover.is_stopping() {
+        scene.run(Duration::from_micros(10));
+    }
+    scene.attempt.owner.due = Some((scene.outside.now, Then::Cancel));
+    scene.run(LONG);
+    let report = scene.ended();
+    assert_eq!(report.outcome, Outcome::Cancelled, "{report:?}");
+    assert_eq!(scene.outside.vmm.resumes.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_guest_that_takes_too_long_is_throttled_if_its_owner_wants_that() {
+    let outrun = |within| {
+        let mut scene = scene_within(Stall::Never, within);
+        scene.outside.vmm.writes_all.store(true, Ordering::Relaxed);
+        scene.outside.takes = Duration::from_secs(1);
+        scene.run(LONG);
+        scene.outside.vmm.throttled.load(Ordering::Relaxed)
+    };
+    assert_eq!(outrun(None), 0);
+    let within = Within { limit: Duration::from_secs(3), then: Then::Throttle };
+    assert!(outrun(Some(within)) > 0);
 }
