@@ -58,8 +58,12 @@ impl Measures {
     }
 
     fn note_bandwidth(&mut self, bytes: ByteCount, took: Duration) {
-        if bytes >= BANDWIDTH_SAMPLE_MIN || self.measured.bandwidth == BytesPerSec(0) {
-            self.measured.bandwidth = BytesPerSec::measured(bytes, took);
+        let measured = BytesPerSec::measured(bytes, took);
+        if bytes >= BANDWIDTH_SAMPLE_MIN {
+            self.measured.bandwidth = measured;
+        } else {
+            // At least that wide.
+            self.measured.bandwidth = self.measured.bandwidth.max(measured);
         }
     }
 }
@@ -200,5 +204,25 @@ impl Attempt {
             Then::Throttle => self.measures.convergence.set_auto_converge(AutoConverge::On),
             Then::Stop => self.owner.stop_now = true,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Found by the simulated world: a guest of few pages never went. Its first round, which had
+    /// nothing but zeros, said that the link is narrow, and no later one was large enough to count.
+    #[test]
+    fn a_small_round_shows_at_least_how_wide_the_link_is() {
+        let mut measures = Measures::new(Instant::default(), false);
+        let (long, short) = (Duration::from_millis(1), Duration::from_micros(100));
+        measures.note_bandwidth(ByteCount(100), long);
+        measures.note_bandwidth(ByteCount(100_000), short);
+        assert_eq!(measures.measured.bandwidth, BytesPerSec(1_000_000_000));
+        measures.note_bandwidth(ByteCount(100), long);
+        assert_eq!(measures.measured.bandwidth, BytesPerSec(1_000_000_000));
+        measures.note_bandwidth(ByteCount(2 << 20), Duration::from_secs(1));
+        assert_eq!(measures.measured.bandwidth, BytesPerSec(2 << 20), "a large one counts");
     }
 }
