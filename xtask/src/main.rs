@@ -9,7 +9,8 @@ mod tidy;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | peers | metal
+const USAGE: &str =
+    "usage: cargo xtask check | fmt | clippy | layers | tidy | worlds | peers | metal
 
   check    everything below, in order
   fmt      rustfmt, without changing a file
@@ -17,6 +18,7 @@ const USAGE: &str = "usage: cargo xtask check | fmt | clippy | layers | tidy | p
   layers   no crate depends on a zone above its own, and what must not do I/O does none
   tidy     house rules that no other tool knows
 
+  worlds   plays what ships in simulated worlds: --seeds A..B at random, --sweep N thoroughly
   peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help
   metal    runs programs over real kernel parts in an emulated PC; see cargo xtask metal --help";
 
@@ -36,6 +38,7 @@ fn main() -> ExitCode {
             println!("{USAGE}");
             Ok(())
         }
+        ["worlds", options @ ..] => worlds(options),
         ["peers", "--help"] => {
             println!("{}", peers::USAGE);
             Ok(())
@@ -69,6 +72,13 @@ fn clippy() -> Result<(), String> {
     // What the command's default features always have, others leave out.
     let without = ["clippy", "-p", "martlet-machine", "--lib", "--no-default-features"];
     cargo(&[&without[..], &["--", "-D", "warnings"]].concat())
+}
+
+fn worlds(options: &[&str]) -> Result<(), String> {
+    let mut arguments = vec!["run", "--quiet", "--release", "-p", "martlet-world"];
+    arguments.extend(["--example", "worlds", "--"]);
+    arguments.extend(options);
+    cargo(&arguments)
 }
 
 /// Runs cargo in the workspace's root.
