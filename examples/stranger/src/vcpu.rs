@@ -27,7 +27,7 @@ pub(crate) struct Vcpu {
     /// While it is not 0, KVM_RUN completes what is pending and returns.
     immediate_exit: AtomicPtr<u8>,
     msrs: Vec<u32>,
-    ticks: Mutex<Ticks>,
+    pub(crate) ticks: Mutex<Ticks>,
     thread: Mutex<Option<JoinHandle<Result<(), Fail>>>>,
     is_out: AtomicBool,
     wake: Mutex<Option<Waker>>,
@@ -41,8 +41,7 @@ impl Vcpu {
         fd.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?)?;
         // Some are listed and not given.
         let is_given = |index: &u32| get_msrs(&fd, &[*index]).is_ok();
-        let listed = kvm.get_msr_index_list()?;
-        let msrs = listed.as_slice().iter().copied().filter(is_given).collect();
+        let msrs = kvm.get_msr_index_list()?.as_slice().iter().copied().filter(is_given).collect();
         let immediate_exit = AtomicPtr::new(&raw mut fd.get_kvm_run().immediate_exit);
         let (fd, ticks, thread) = (Mutex::new(fd), Mutex::default(), Mutex::default());
         let (is_out, wake) = (true.into(), Mutex::default());
@@ -74,17 +73,13 @@ impl Vcpu {
         }));
     }
 
-    /// Tells this one when it is out.
-    pub(crate) fn tell(&self, wake: &Waker) {
-        *lock(&self.wake) = Some(wake.clone());
-    }
-
     pub(crate) fn is_out(&self) -> bool {
         self.is_out.load(Ordering::SeqCst)
     }
 
-    /// Tells it to leave the guest; waits for nothing.
-    pub(crate) fn stop(&self) {
+    /// Tells it to leave the guest, and to say when it has; waits for nothing.
+    pub(crate) fn stop(&self, wake: &Waker) {
+        *lock(&self.wake) = Some(wake.clone());
         self.set_immediate_exit(1);
         if let Some(thread) = &*lock(&self.thread) {
             let _ = thread.kill(SIGRTMIN());
@@ -95,10 +90,6 @@ impl Vcpu {
     pub(crate) fn wait(&self) -> Result<(), Fail> {
         let thread = lock(&self.thread).take();
         thread.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err("a panic".into())))
-    }
-
-    pub(crate) fn ticks(&self) -> Ticks {
-        *lock(&self.ticks)
     }
 
     /// Everything of it; only while it is out.
@@ -112,7 +103,7 @@ impl Vcpu {
         put(&mut state, &fd.get_xcrs()?);
         put(&mut state, &fd.get_xsave()?);
         put(&mut state, &fd.get_vcpu_events()?);
-        put(&mut state, &self.ticks().number);
+        put(&mut state, &lock(&self.ticks).number);
         get_msrs(&fd, &self.msrs)?.as_slice().iter().for_each(|msr| put(&mut state, msr));
         Ok(state)
     }

@@ -8,9 +8,9 @@ use crate::{Fail, guest, lock};
 use kvm_ioctls::Kvm;
 use martlet_engine::kvm::{KvmLog, KvmSlots};
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, DirtyMarker, DirtySource, Error, GuestRam,
-    Instant, LoadFor, PAGE_SIZE, Paused, Rehearsal, RunPermit, RunState, SourceVmm, TrackError,
-    Tracker, monotonic_now,
+    BuildRequest, DestinationVmm, DirtyMarker, DirtySource, Error, GuestRam, Instant, LoadFor,
+    PAGE_SIZE, Paused, Rehearsal, RunPermit, RunState, SourceVmm, TrackError, Tracker,
+    monotonic_now,
 };
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
@@ -40,6 +40,19 @@ impl Vm {
         Ok(Arc::new(vm))
     }
 
+    /// Builds one for a guest that is to arrive.
+    pub(crate) fn build(request: &BuildRequest<'_>) -> Result<Arc<Vm>, Fail> {
+        if request.description != DESCRIPTION {
+            return Err("the guest is of another kind".into());
+        }
+        let mut ranges = Vec::new();
+        for range in request.layout {
+            let start = GuestAddress(range.start().0 * PAGE_SIZE);
+            ranges.push((start, usize::try_from(range.pages().to_bytes().0)?));
+        }
+        Ok(Arc::new(Vm::new(&GuestMemoryMmap::from_ranges(&ranges)?)?))
+    }
+
     fn new(memory: &GuestMemoryMmap) -> Result<Vm, Fail> {
         let kvm = Kvm::new()?;
         let vm = kvm.create_vm()?;
@@ -55,7 +68,7 @@ impl Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        self.vcpu.stop();
+        self.vcpu.stop(Waker::noop());
         self.device.stop();
         let _ = self.vcpu.wait();
         self.device.wait();
@@ -63,7 +76,7 @@ impl Drop for Vm {
 }
 
 /// Says what was being done.
-fn when(doing: &'static str) -> impl Fn(Fail) -> Error {
+pub(crate) fn when(doing: &'static str) -> impl Fn(Fail) -> Error {
     move |error| Error::vmm(doing, error.to_string())
 }
 
@@ -84,7 +97,7 @@ impl SourceVmm for Vm {
 
     fn rehearse(&self) -> Result<Rehearsal, Error> {
         let begin = monotonic_now();
-        self.vcpu.stop();
+        self.vcpu.stop(Waker::noop());
         self.vcpu.wait().map_err(when("rehearse the stop"))?;
         let pause = monotonic_now().since(begin);
         let state = self.vcpu.save();
@@ -102,8 +115,7 @@ impl SourceVmm for Vm {
     }
 
     fn begin_pause(&self, wake: &Waker) {
-        self.vcpu.tell(wake);
-        self.vcpu.stop();
+        self.vcpu.stop(wake);
     }
 
     fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
@@ -122,7 +134,7 @@ impl SourceVmm for Vm {
 
     fn cancel_stop(&self) {
         // Both are out in a moment: a VMM whose device may be late does this on another thread.
-        self.vcpu.stop();
+        self.vcpu.stop(Waker::noop());
         if self.vcpu.wait().is_ok() {
             self.vcpu.run();
         }
@@ -136,7 +148,7 @@ impl SourceVmm for Vm {
     }
 
     fn last_heartbeat(&self) -> Option<Instant> {
-        self.vcpu.ticks().last
+        lock(&self.vcpu.ticks).last
     }
 }
 
@@ -162,37 +174,6 @@ impl DestinationVmm for Vm {
     }
 
     fn first_heartbeat(&self) -> Option<Instant> {
-        self.vcpu.ticks().first
-    }
-}
-
-/// Builds VMs for guests that arrive, and keeps the last one.
-#[derive(Default)]
-pub(crate) struct Factory(Mutex<Option<Arc<Vm>>>);
-
-impl Factory {
-    pub(crate) fn take(&self) -> Option<Arc<Vm>> {
-        lock(&self.0).take()
-    }
-
-    fn make(request: &BuildRequest<'_>) -> Result<Vm, Fail> {
-        if request.description != DESCRIPTION {
-            return Err("it is of another kind".into());
-        }
-        let ranges: Result<Vec<_>, Fail> = (request.layout.iter())
-            .map(|range| {
-                let bytes = usize::try_from(range.pages().to_bytes().0)?;
-                Ok((GuestAddress(range.start().0 * PAGE_SIZE), bytes))
-            })
-            .collect();
-        Vm::new(&GuestMemoryMmap::from_ranges(&ranges?)?)
-    }
-}
-
-impl DestinationFactory for Factory {
-    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
-        let vm = Arc::new(Factory::make(request).map_err(when("build the VM"))?);
-        *lock(&self.0) = Some(Arc::clone(&vm));
-        Ok(vm)
+        lock(&self.vcpu.ticks).first
     }
 }

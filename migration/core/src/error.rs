@@ -1,6 +1,7 @@
 //! The error of everything that a migration asks of somebody, and of the migration itself.
 
 use martlet_protocol::Failure;
+use martlet_ram::{RamError, TrackError};
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
@@ -111,6 +112,27 @@ impl std::error::Error for Error {
             let source: &(dyn std::error::Error + 'static) = source.as_ref();
             source
         })
+    }
+}
+
+impl From<TrackError> for Error {
+    fn from(error: TrackError) -> Error {
+        let fault = match error {
+            TrackError::AlreadyTracked => Fault::Request,
+            _ => Fault::Host,
+        };
+        Error::caused(fault, "track dirty pages", error)
+    }
+}
+
+impl From<RamError> for Error {
+    fn from(error: RamError) -> Error {
+        let fault = match error {
+            RamError::Layout | RamError::Unusable { .. } => Fault::Vmm,
+            // What the host refuses.
+            _ => Fault::Host,
+        };
+        Error::caused(fault, "make guest memory", error)
     }
 }
 

@@ -230,7 +230,7 @@ pub struct Report {
     pub destination_cpu: Option<Duration>,
     /// How RDMA served it, if it was asked for.
     pub rdma: Option<RdmaUse>,
-    /// What became of its network cards, if it has some.
+    /// What became of its network cards, if it has some; and of a device that does not work.
     pub network: Option<Network>,
     /// What the guest said of itself when it left.
     pub guest: Option<GuestCheck>,

@@ -204,6 +204,15 @@ pub trait DestinationFactory: Send + Sync {
     fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error>;
 }
 
+impl<F> DestinationFactory for F
+where
+    F: Fn(&BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> + Send + Sync,
+{
+    fn build(&self, request: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
+        self(request)
+    }
+}
+
 /// What a state is loaded for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadFor {

@@ -1,7 +1,61 @@
-//! Threads and I/O of a live migration; the library's public face.
+//! Live migration of virtual machines, for whoever writes a VMM: threads and I/O, and the library's
+//! public face.
 //!
-//! A VMM implements [`SourceVmm`] and [`DestinationVmm`]; [`Migration`] moves its guest away,
-//! [`Receiver`] takes one in.
+//! A VMM implements [`SourceVmm`] for a machine whose guest may leave, and [`DestinationVmm`] for one
+//! that waits for a guest; usually one type is both. [`Migration`] moves a guest away, [`Receiver`]
+//! takes one in. `examples/stranger` in the repository is a VMM for KVM of some five hundred lines.
+//!
+//! # What a VMM provides
+//!
+//! * **Memory**, a [`GuestRam`]: made by the engine ([`GuestRam::create`]), adopted
+//!   ([`RamRegion::adopt`]), or a whole `vm_memory::GuestMemoryMmap` (feature `vm-memory`,
+//!   [`GuestRam`]`::from_vm_memory`). [`Backing`] says what follows from what holds it. Memory that is to
+//!   receive a guest must be zero.
+//! * **Dirty pages**, a [`Tracker`]: KVM's log or ring ([`kvm`]) for the vCPUs, and a source for each
+//!   device or thread that writes guest memory by itself. Such threads write by a [`DirtyMarker`], or mark
+//!   what they wrote. What nobody tracks is lost.
+//! * **A description**, from which the destination's [`DestinationFactory`] builds the same machine.
+//! * **Stop and start**: devices are suspended, vCPUs paused, their state is given and loaded.
+//!
+//! The rest has defaults: a throttle, threads that stay awake, heartbeats, network cards, what the
+//! guest says of itself.
+//!
+//! # In which order calls come
+//!
+//! ```text
+//!     source                          destination
+//!  1  machine_description             build
+//!  2  track                                                        the guest runs
+//!  3  rehearse                        load_state (rehearsal)       the guest runs
+//!  4  begin_suspend, poll_suspended   arm                          the vCPUs run
+//!  5  begin_pause, poll_paused                                     the guest stands
+//!  6  poll_state                      load_state, start
+//!  7  moved_away                      resume_devices               the guest runs
+//! ```
+//!
+//! After 4 no device touches guest memory, after 5 nobody does, and all that was written is in the
+//! tracker. Steps 2 and 3 may come again. If an attempt fails before the commit, between 6 and 7,
+//! [`SourceVmm::cancel_stop`] (in 4 and 5) or [`SourceVmm::resume`] (from then on) undoes what was
+//! begun, and the tracker is dropped: the guest runs on as if nothing had been, and the next attempt
+//! may begin.
+//!
+//! # Who owns what
+//!
+//! * The right to run the guest is a value, [`RunPermit`]: made at a guest's boot, given up when it is
+//!   paused, given back by `resume` or, at the other side, by `start`. Whoever starts a vCPU holds it.
+//! * Memory is shared: the engine keeps the [`GuestRam`], and through it what was adopted, as long as
+//!   its threads may read or write there.
+//! * The tracker is the engine's for one attempt; there is never a second one for the same memory.
+//! * The VMM is shared (`Arc<dyn SourceVmm>`). Calls come from the engine's threads, one at a time for
+//!   an attempt.
+//!
+//! # An example
+//!
+#![doc = "```"]
+#![doc = include_str!("../examples/in_memory.rs")]
+#![doc = "```"]
+//!
+//! # Memory that is lost
 //!
 //! A page of guest memory that the host lost (poisoned, or what backs it cut short or full) fails
 //! the migration, named, and not the process. For that the first region of guest memory that is

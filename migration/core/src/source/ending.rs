@@ -177,8 +177,9 @@ impl Attempt {
             .map(|remote| moments::blackout(switchover.last_heartbeat, remote, &phases));
         let alive = remote.as_ref().and_then(|remote| remote.alive.as_ref());
         let has_cards = !switchover.last_frames.is_empty();
+        let devices_said = remote.as_ref().is_some_and(|remote| remote.devices().is_some());
         let network = moments
-            .filter(|_| has_cards)
+            .filter(|_| has_cards || devices_said)
             .map(|moments| moments::network(moments, &switchover.last_frames, remote.as_ref()));
         let here_ns = io.wall_clock_ns();
         Report {

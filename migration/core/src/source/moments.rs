@@ -66,7 +66,7 @@ impl Remote {
         self.alive.as_ref()?.first_heartbeat_ns.map(|ns| self.here(ns))
     }
 
-    fn devices(&self) -> Option<&DevicesAlive> {
+    pub(super) fn devices(&self) -> Option<&DevicesAlive> {
         self.alive.as_ref()?.devices.as_ref()
     }
 }
@@ -104,7 +104,7 @@ pub(super) fn blackout(
         + phases.start
 }
 
-/// What became of the cards, of which there is at least one.
+/// What became of the cards, and of devices that are none.
 pub(super) fn network(
     moments: &Moments,
     last_frames: &[Option<Instant>],

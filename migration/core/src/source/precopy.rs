@@ -1,7 +1,7 @@
 //! Rounds: what is handed to the lanes, and how far it has come.
 
 use super::{Attempt, SourceIo, Work};
-use crate::{Error, Fault, Status};
+use crate::{Error, Status};
 use martlet_protocol::SourceEvent;
 use martlet_ram::{Chunk, DirtySource, RamBitmap, Scanner};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
@@ -105,16 +105,12 @@ impl PreCopy {
     /// Reads what was written since the last time.
     pub(super) fn sync(&mut self) -> Result<(), Error> {
         let Some(tracker) = &mut self.tracker else { return Ok(()) };
-        tracker.sync(&self.dirty).map_err(lost_track)
+        tracker.sync(&self.dirty).map_err(Error::from)
     }
 
     pub(super) fn dirty_pages(&self) -> PageCount {
         PageCount(self.dirty.count())
     }
-}
-
-fn lost_track(error: martlet_ram::TrackError) -> Error {
-    Error::caused(Fault::Host, "track dirty pages", error)
 }
 
 impl Attempt {
@@ -263,6 +259,6 @@ impl PreCopy {
             return Ok(Some(chunk));
         }
         let Some(tracker) = &mut self.tracker else { return Ok(None) };
-        self.scanner.next(tracker.as_mut()).map_err(lost_track)
+        self.scanner.next(tracker.as_mut()).map_err(Error::from)
     }
 }

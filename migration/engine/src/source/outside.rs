@@ -221,7 +221,7 @@ impl SourceIo for Outside<'_> {
         match work {
             Work::OpenChannels { count, token } => self.open_channels(count, token),
             Work::Track => self.aside("martlet-track", source::Event::Tracked, move || {
-                vmm.track().map_err(|error| Error::caused(Fault::Host, "track dirty pages", error))
+                vmm.track().map_err(Error::from)
             }),
             Work::FindTouched { into } => {
                 let ram = Arc::clone(self.ram);

@@ -1,5 +1,5 @@
 use super::*;
-use martlet_ram::{DirtySource, RamBitmap, RegionIndex};
+use martlet_ram::{DirtySource, RamBitmap, RegionIndex, TrackError};
 use std::collections::BTreeSet;
 
 /// Waits for a command in the mailbox, writes to that many addresses that far apart, says so. Runs
@@ -185,4 +185,23 @@ fn the_log_clears_only_what_it_was_asked_and_had_read() {
     assert!(reported.is_superset(&written));
     rearm(&mut *source, &reported);
     assert_eq!(sync(&mut *source, &machine), BTreeSet::new());
+}
+
+#[test]
+fn there_is_one_tracker_of_a_guest_at_a_time() {
+    if !has_kvm() {
+        return;
+    }
+    for tracking in [Tracking::Log, Tracking::Ring] {
+        let mut writer = Writer::new(tracking);
+        let machine = Arc::clone(&writer.machine);
+        writer.write(0x1000, 1, 1);
+        let mut source = machine.track().unwrap();
+        assert!(matches!(machine.track(), Err(TrackError::AlreadyTracked)));
+        // The one that is there has lost nothing by that.
+        let written = writer.write(0x1000, 3, 1);
+        assert_pages(&sync(&mut *source, &machine), &written, "behind a refused tracker");
+        drop(source);
+        assert!(machine.track().is_ok());
+    }
 }
