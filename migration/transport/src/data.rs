@@ -26,15 +26,22 @@ pub struct PageSender<C = Stream> {
 
 impl PageSender {
     /// Sends a batch that is not empty, as one frame, straight from guest memory. A page that
-    /// the guest changes meanwhile may arrive torn: it is dirty then, and comes again.
+    /// the guest changes meanwhile may arrive torn: it is dirty then, and comes again. Waits for
+    /// room; `handed` is told of the bytes that the kernel takes as it takes them, which for a
+    /// frame on a slow link is seconds before the end.
     ///
     /// # Errors
     /// A [`LostPage`] (see [`LostPage::of`]) if this host can't read a page of the batch, else what
     /// the connection said. Part of the frame may be sent: the channel is of no more use.
-    pub fn send(&mut self, round: u32, batch: &PageBatch<'_>) -> io::Result<ByteCount> {
+    pub fn send(
+        &mut self,
+        round: u32,
+        batch: &PageBatch<'_>,
+        handed: impl FnMut(ByteCount),
+    ) -> io::Result<()> {
         let header = self.describe(round, batch);
         let pieces = list(&mut self.room, &header, &self.entries, batch);
-        send_all(&self.stream, pieces).map_err(|error| name_lost(error, batch))
+        send_all(&self.stream, pieces, handed).map_err(|error| name_lost(error, batch))
     }
 
     /// Ends a round: whatever was sent before it is in place when the peer reads it.
@@ -42,7 +49,9 @@ impl PageSender {
         let header = PagesHeader::barrier(round);
         let mut pieces = self.room.outgoing();
         pieces.push_bytes(header.as_bytes());
-        send_all(&self.stream, pieces)
+        let mut bytes = ByteCount(0);
+        send_all(&self.stream, pieces, |sent| bytes.0 += sent.0)?;
+        Ok(bytes)
     }
 }
 
@@ -132,17 +141,20 @@ fn list<'a>(
     pieces
 }
 
-fn send_all(stream: &Stream, mut pieces: Outgoing<'_>) -> io::Result<ByteCount> {
-    let mut bytes = 0;
+fn send_all(
+    stream: &Stream,
+    mut pieces: Outgoing<'_>,
+    mut handed: impl FnMut(ByteCount),
+) -> io::Result<()> {
     while !pieces.is_done() {
         match pieces.send(stream.as_fd()) {
-            Ok(sent) => bytes += sent as u64,
+            Ok(sent) => handed(ByteCount(sent as u64)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => stream.wait_writable()?,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(ByteCount(bytes))
+    Ok(())
 }
 
 /// Whether the kernel met memory that it could not read or write (poison: `EHWPOISON`).

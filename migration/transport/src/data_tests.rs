@@ -5,6 +5,7 @@ use martlet_ram::testing::Spoiled;
 use martlet_ram::{Chunk, ChunkBits, ZeroCheck};
 use martlet_units::{Gfn, PageCount, PageRange};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 fn ram() -> Arc<GuestRam> {
@@ -55,7 +56,7 @@ fn pages_arrive_where_they_were() {
         let mut chunk = chunk(&source, pages);
         let zero = chunk.zero_pages(&source, &ZeroCheck::detect());
         assert_eq!(batch.push_chunk(&mut chunk, &zero), martlet_ram::Pushed::All);
-        sender.send(round, &batch).unwrap();
+        sender.send(round, &batch, |_| {}).unwrap();
         sender.barrier(round).unwrap();
         batch.clear();
     };
@@ -126,7 +127,7 @@ fn long_runs_and_short_ones_find_their_places() {
         let mut all = chunk(&source, &pages);
         let zero = all.zero_pages(&source, &ZeroCheck::detect());
         assert_eq!(batch.push_chunk(&mut all, &zero), martlet_ram::Pushed::All);
-        sender.send(round, &batch).unwrap();
+        sender.send(round, &batch, |_| {}).unwrap();
         sender.barrier(round).unwrap();
         batch.clear();
         assert_eq!(receive_round(&mut receiver).unwrap(), round);
@@ -214,12 +215,42 @@ fn another_protocol_and_a_hang_up_are_told_apart() {
     assert!(matches!(receive_round(&mut receiver), Err(PagesReceiveError::Closed)));
 }
 
-fn send_pages(sender: &mut PageSender, ram: &GuestRam, pages: &[u32]) -> io::Result<ByteCount> {
+fn send_pages(sender: &mut PageSender, ram: &GuestRam, pages: &[u32]) -> io::Result<()> {
     let mut chunk = chunk(ram, pages);
     let zero = chunk.zero_pages(ram, &ZeroCheck::detect());
     let mut batch = PageBatch::new(ram);
     assert_eq!(batch.push_chunk(&mut chunk, &zero), martlet_ram::Pushed::All);
-    sender.send(0, &batch)
+    sender.send(0, &batch, |_| {})
+}
+
+/// A link that takes seconds for a frame was said to carry nothing.
+#[test]
+fn what_a_slow_link_takes_is_told_while_it_takes_it() {
+    let source = ram();
+    let pages: Vec<u32> = (0..400).collect();
+    (0..400).for_each(|page| fill(&source, page, 7));
+    let (here, there) = pair();
+    rustix::net::sockopt::set_socket_send_buffer_size(&here, 64 << 10).unwrap();
+    let handed = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let sending = scope.spawn(|| {
+            let mut chunk = chunk(&source, &pages);
+            let zero = chunk.zero_pages(&source, &ZeroCheck::detect());
+            let mut batch = PageBatch::new(&source);
+            let _ = batch.push_chunk(&mut chunk, &zero);
+            PageSender::new(here).send(0, &batch, |bytes| {
+                handed.fetch_add(bytes.0, Ordering::Relaxed);
+            })
+        });
+        let begin = std::time::Instant::now();
+        while handed.load(Ordering::Relaxed) == 0 {
+            assert!(begin.elapsed().as_secs() < 60, "nobody is told");
+            std::thread::yield_now();
+        }
+        assert!(!sending.is_finished(), "nobody has read yet");
+        drop(there);
+        assert!(sending.join().unwrap().is_err());
+    });
 }
 
 #[test]

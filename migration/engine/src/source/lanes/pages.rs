@@ -73,8 +73,8 @@ impl Lane for PageLane {
             return Ok(());
         }
         common.await_turn(batch.payload());
-        let bytes = self.sender.send(self.round, batch)?;
-        common.sent.count(bytes, batch.data_pages(), batch.zero_pages());
+        self.sender.send(self.round, batch, |bytes| common.sent.count(bytes, 0, 0))?;
+        common.sent.count(ByteCount(0), batch.data_pages(), batch.zero_pages());
         batch.clear();
         Ok(())
     }
