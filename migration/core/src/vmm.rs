@@ -84,8 +84,9 @@ pub struct FrameCheck {
 /// `poll_state`, and if the attempt fails, `resume`. All take `&self`: the owner may ask for status
 /// meanwhile.
 ///
-/// `track` and `rehearse` may take their time. All others return at once, whatever a device or a
-/// vCPU does: the one who calls them has to hear the clock and the owner. A `poll_` is called again
+/// `track` and `rehearse` may take their time: they are called on a thread of their own, which an
+/// attempt that is over waits for only if it tracks. All others return at once, whatever a device or
+/// a vCPU does: the one who calls them has to hear the clock and the owner. A `poll_` is called again
 /// until it is ready: when the waker of its `begin_` was woken, and else from time to time.
 pub trait SourceVmm: Send + Sync {
     /// What a destination must build, opaque to the engine and checked by the destination's VMM.

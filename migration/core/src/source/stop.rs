@@ -36,8 +36,9 @@ const VCPUS_INTERVAL: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub(super) struct Switchover {
     stop: Stop,
-    /// When the stop has taken too long, whatever it waits for.
+    /// When the stop has taken too long, whatever it waits for, and what it had.
     deadline: Instant,
+    limit: Duration,
     pub(super) moments: Option<Moments>,
     /// Between the stop and the commit.
     pub(super) last_run: Option<LastRun>,
@@ -70,6 +71,7 @@ impl Switchover {
         Switchover {
             stop: Stop::No,
             deadline: Instant::default(),
+            limit: Duration::ZERO,
             moments: None,
             last_run: None,
             // The blackout allocates nothing for them.
@@ -135,7 +137,8 @@ impl Attempt {
         }
         let now = io.now();
         let accepted = self.accepted_blackout(io.downtime_limit());
-        self.switchover.deadline = now.after(limits::blackout_max(accepted));
+        self.switchover.limit = limits::blackout_max(accepted);
+        self.switchover.deadline = now.after(self.switchover.limit);
         self.switchover.stop = Stop::Settling { until: now.after(SETTLE) };
     }
 
@@ -220,7 +223,8 @@ impl Attempt {
             return;
         }
         self.undo_stop(io);
-        self.host_failed(Error::new(fault, doing, "it took too long"));
+        let reason = format!("it took longer than {:?}", self.switchover.limit);
+        self.host_failed(Error::new(fault, doing, reason));
     }
 
     /// The attempt ended by something else while the guest was being stopped: it goes on.
