@@ -20,8 +20,6 @@ pub const CMDQ_ADDR_LOW: u64 = 0x14;
 pub const COMMAND_DOORBELL: u64 = 0x18;
 /// u32: bit 31 is set while the firmware starts; no command before it is clear.
 pub const INITIALIZING: u64 = 0x1fc;
-/// u32: a counter that runs while the firmware lives (`struct mlx5_init_seg`, `health_counter`).
-pub const HEALTH_COUNTER: u64 = 0x1010;
 
 /// In [`INITIALIZING`]: the firmware still starts.
 pub const INITIALIZING_BIT: u32 = 1 << 31;

@@ -102,7 +102,7 @@ pub struct CreateMkeyIn {
     pub reserved2: [u8; 0xac],
 }
 
-/// CREATE_MKEY's output; also QUERY_MKEY's, where the key follows in 64 bytes.
+/// CREATE_MKEY's output.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -116,18 +116,6 @@ pub struct CreateMkeyOut {
     pub mkey_index: U24,
     /// Zero.
     pub reserved1: U32,
-}
-
-/// QUERY_MKEY's output up to the key. The input is a [`ShortIn`](crate::message::ShortIn).
-#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-pub struct QueryMkeyOut {
-    /// The header.
-    pub header: OutHeader,
-    /// Zero.
-    pub reserved: [u8; 8],
-    /// The key.
-    pub context: MkeyContext,
 }
 
 /// In [`CreateMkeyIn::flags`]: the list's low address bits say how a page may be accessed.
@@ -226,7 +214,6 @@ const _: () = {
     assert!(size_of::<CreateMkeyIn>() == 0x110);
     assert!(offset_of!(CreateMkeyOut, mkey_index) == 0x09);
     assert!(size_of::<CreateMkeyOut>() == 16);
-    assert!(size_of::<QueryMkeyOut>() == 0x50);
     assert!(size_of::<Klm>() == 16);
     assert!(size_of::<Mtt>() == 8);
     assert!(offset_of!(QuerySpecialContextsOut, null_mkey) == 0x10);

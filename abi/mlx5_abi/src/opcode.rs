@@ -19,14 +19,10 @@ open_enum! {
         QUERY_PAGES = 0x107,
         /// Gives pages to the firmware, or takes them back.
         MANAGE_PAGES = 0x108,
-        /// Asks which interface step sequence is in use and which there are.
-        QUERY_ISSI = 0x10a,
         /// Chooses the interface step sequence.
         SET_ISSI = 0x10b,
         /// Makes a memory key.
         CREATE_MKEY = 0x200,
-        /// Reads a memory key.
-        QUERY_MKEY = 0x201,
         /// Drops a memory key.
         DESTROY_MKEY = 0x202,
         /// Asks for reserved keys, of them the null key.
@@ -65,8 +61,6 @@ open_enum! {
         CREATE_UMEM = 0xa08,
         /// Drops such memory.
         DESTROY_UMEM = 0xa0a,
-        /// Waits for crypto engines; a throttled command of another user.
-        SYNC_CRYPTO = 0xb12,
     }
 }
 
@@ -81,7 +75,6 @@ impl Opcode {
                 | Opcode::MODIFY_GENERAL_OBJECT
                 | Opcode::QUERY_GENERAL_OBJECT
                 | Opcode::DESTROY_GENERAL_OBJECT
-                | Opcode::SYNC_CRYPTO
         )
     }
 

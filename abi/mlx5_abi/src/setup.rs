@@ -160,7 +160,7 @@ pub struct QueryNicVportContextOut {
     pub reserved3: [u8; 4],
 }
 
-/// SET_ISSI's input, and where QUERY_ISSI's output says what is in use (`mlx5_ifc_set_issi_in_bits`).
+/// SET_ISSI's input (`mlx5_ifc_set_issi_in_bits`).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]

@@ -42,18 +42,10 @@ pub mod modify {
     pub const AVAIL_INDEX: u64 = 1 << 7;
     /// The used index.
     pub const USED_INDEX: u64 = 1 << 8;
-    /// Split or packed.
-    pub const QUEUE_TYPE: u64 = 1 << 9;
-    /// virtio 1.0 or before.
-    pub const VIRTIO_VERSION: u64 = 1 << 10;
     /// The memory key of rings and buffers.
     pub const VIRTIO_Q_MKEY: u64 = 1 << 11;
     /// The features.
     pub const QUEUE_FEATURES: u64 = 1 << 12;
-    /// How the guest is notified.
-    pub const EVENT_MODE: u64 = 1 << 13;
-    /// The memory key of the rings alone.
-    pub const DESC_GROUP_MKEY: u64 = 1 << 14;
 }
 
 /// How a queue tells that it has used descriptors (`MLX5_VIRTIO_Q_EVENT_MODE_*`).

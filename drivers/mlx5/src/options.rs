@@ -50,11 +50,8 @@ pub enum LinkNotifier {
     /// They go on, and are swallowed.
     Kept,
     /// They are unregistered, as in Linux before 6.12; that waits for an RCU grace period and for
-    /// a work queue, which is waited out here in the device's time.
-    Unregistered {
-        /// How long that takes; [`UNREGISTER_WAIT`].
-        wait: Duration,
-    },
+    /// a work queue: [`UNREGISTER_WAIT`] passes here in the device's time.
+    Unregistered,
 }
 
 /// How long it takes to unregister the link's notifier: 13 ms less 2.5 ms, as measured by Dragos
@@ -165,7 +162,7 @@ impl Options {
         memory: Pace::Serial,
         barrier: Barrier::EachStopped,
         index_reads: IndexReads::Fresh,
-        link_notifier: LinkNotifier::Unregistered { wait: UNREGISTER_WAIT },
+        link_notifier: LinkNotifier::Unregistered,
         prepare: Prepare::Created,
         umems: Umems::PerQueue,
         deletion: Deletion::AtOnce,

@@ -6,9 +6,7 @@ mod rig;
 
 use martlet_fault_plan::{FOR_EVER, FaultPlan, Rule};
 use martlet_mlx5::DeviceState;
-use martlet_mlx5::options::{
-    Barrier, LinkNotifier, Options, Pace, Prepare, UNREGISTER_WAIT, Umems,
-};
+use martlet_mlx5::options::{Barrier, LinkNotifier, Options, Pace, Prepare, Umems};
 use martlet_mlx5_abi::{CommandStatus, Opcode};
 use martlet_mlx5_model::{Class, Fault, Latencies, ModelConfig, Point};
 use martlet_soft_bus::{SoftClock, Stage};
@@ -89,7 +87,7 @@ fn each_step_of_the_series_is_worth_what_it_says() {
         let rig = Rig::running(series(32), options, 16, 0);
         rig.time(|rig| rig.suspend().unwrap()).1
     };
-    let unregistered = LinkNotifier::Unregistered { wait: UNREGISTER_WAIT };
+    let unregistered = LinkNotifier::Unregistered;
     let batched = Options::LINUX_6_12;
     let with_notifier = suspend(Options { link_notifier: unregistered, ..batched });
     let without = suspend(batched);

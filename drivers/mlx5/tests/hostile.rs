@@ -200,7 +200,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn a_hostile_device_is_borne(
+    fn a_hostile_device_does_no_harm(
         seed: u64,
         rarity in prop_oneof![2_u64..10, 10_u64..100, 100_u64..2000],
         calls in prop::collection::vec(any::<u8>(), 0..40),

@@ -141,9 +141,9 @@ fn every_fault_at_every_creation_leaves_the_old_map_or_the_new_one() {
             // Late answers come, and what nobody uses goes.
             rig.pass(Duration::from_secs(6));
             let counters = rig.counters();
-            let in_doubt = matches!(fault, Fault::Lost { .. } | Fault::WrongToken);
-            assert_eq!(counters.keys_abandoned, u64::from(in_doubt), "{fault:?} at {number}");
-            if !in_doubt {
+            let unknown = matches!(fault, Fault::Lost { .. } | Fault::WrongToken);
+            assert_eq!(counters.keys_abandoned, u64::from(unknown), "{fault:?} at {number}");
+            if !unknown {
                 assert_eq!((rig.keys(), counters.keys_live), (4, 4), "{fault:?} at {number}");
                 assert_eq!(counters.pinned_bytes, 2 * GIB + 3 * MIB);
                 assert!(rig.bus.entries() <= entries + 8, "only mailboxes and pages may be more");
@@ -153,7 +153,7 @@ fn every_fault_at_every_creation_leaves_the_old_map_or_the_new_one() {
             rig.device.set_map(&map(&memory, 8 * GIB)).unwrap();
             let (bus, model) = (Arc::clone(&rig.bus), Arc::clone(&rig.model));
             drop(rig);
-            // The function is torn down: nothing is left, of what was in doubt neither.
+            // The function is torn down: nothing is left, of what was not known neither.
             assert_eq!((model.stats().keys, bus.entries()), (0, 0), "{fault:?} at {number}");
         }
     }

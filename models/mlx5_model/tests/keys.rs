@@ -155,8 +155,8 @@ fn a_key_is_checked_when_it_is_made() {
     assert_eq!(run(&mut host, &mtt(0x1000, 3)), CommandStatus::BAD_PARAMETER);
     let unpadded = key_input(domain, access_mode::MTT, 0x1000, 12, &pages[..8]);
     assert_eq!(run(&mut host, &unpadded), CommandStatus::BAD_INPUT_LENGTH);
-    let stranger = key_input(domain + 1, access_mode::MTT, 0x1000, 12, &pages);
-    assert_eq!(run(&mut host, &stranger), CommandStatus::BAD_RESOURCE);
+    let foreign = key_input(domain + 1, access_mode::MTT, 0x1000, 12, &pages);
+    assert_eq!(run(&mut host, &foreign), CommandStatus::BAD_RESOURCE);
     let short = key_input(domain, access_mode::KLM, 0x2000, 0, &piece_list(&[(0x1000, 1)]));
     assert_eq!(run(&mut host, &short), CommandStatus::BAD_PARAMETER);
     for _ in 0..4 {

@@ -11,13 +11,10 @@
 //! barrier between two batches. Here mailboxes are filled when their command is issued, and an item
 //! may follow another one without the rest having to be done.
 
-mod items;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use items::{Item, ItemState};
-
-use crate::command::{CommandError, CommandId, CommandQueue, Output, Request, SubmitError};
+use crate::command::{CommandError, CommandId, CommandQueue, Input, Output, Request, SubmitError};
 use martlet_units::Instant;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -26,8 +23,31 @@ use std::time::Duration;
 /// happens: another user's command may end without an event for us.
 const RETRY_EVERY: Duration = Duration::from_micros(50);
 
+/// One command of a batch.
+struct Item {
+    request: Request,
+    predecessor: Option<usize>,
+    /// Under which number it was issued.
+    id: Option<CommandId>,
+    /// How it has ended.
+    result: Option<Result<Output, CommandError>>,
+}
+
+impl Item {
+    fn is_waiting(&self) -> bool {
+        self.id.is_none() && self.result.is_none()
+    }
+
+    fn end(&mut self, result: Result<Output, CommandError>) {
+        self.result = Some(result);
+        // It is not issued again: what its input holds on to is not needed any more. (A command that
+        // was given up keeps for itself what the device may still use.)
+        self.request.input = Input::Bytes(Box::default());
+        self.request.keep = None;
+    }
+}
+
 /// Commands that are executed together.
-#[derive(Debug)]
 pub(crate) struct Batch {
     /// Commands at a time, at least 1. With 1 the batch is a series.
     window: usize,
@@ -68,9 +88,9 @@ impl Batch {
     /// Adds an item; returns its number. Items without a predecessor are issued in the order of
     /// their numbers.
     pub(crate) fn push(&mut self, request: Request) -> usize {
-        self.items.push(Item::new(request, None));
-        self.ready.push_back(self.items.len() - 1);
-        self.items.len() - 1
+        let number = self.add(request, None);
+        self.ready.push_back(number);
+        number
     }
 
     /// Adds an item that is issued as soon as another one has succeeded, and not at all if that
@@ -79,11 +99,13 @@ impl Batch {
     /// # Panics
     /// If there is no item of that number.
     pub(crate) fn push_after(&mut self, request: Request, predecessor: usize) -> usize {
-        self.items.push(Item::new(request, None));
-        let number = self.items.len() - 1;
-        assert!(predecessor < number, "an item follows one before it");
-        self.items[number].predecessor = Some(predecessor);
-        number
+        assert!(predecessor < self.items.len(), "an item follows one before it");
+        self.add(request, Some(predecessor))
+    }
+
+    fn add(&mut self, request: Request, predecessor: Option<usize>) -> usize {
+        self.items.push(Item { request, predecessor, id: None, result: None });
+        self.items.len() - 1
     }
 
     /// How many items it has.
@@ -93,15 +115,12 @@ impl Batch {
 
     /// Whether every item has ended.
     pub(crate) fn is_done(&self) -> bool {
-        self.items.iter().all(|item| matches!(item.state, ItemState::Ended(_)))
+        self.items.iter().all(|item| item.result.is_some())
     }
 
     /// What became of an item; `None` while it has not ended.
     pub(crate) fn result(&self, number: usize) -> Option<&Result<Output, CommandError>> {
-        match &self.items.get(number)?.state {
-            ItemState::Ended(result) => Some(result),
-            ItemState::Waiting | ItemState::Issued(_) => None,
-        }
+        self.items.get(number)?.result.as_ref()
     }
 
     /// Under which number an item was issued; `None` if it was not.
@@ -117,11 +136,7 @@ impl Batch {
 
     /// What became of all items, in order; those that have not ended are missing.
     pub(crate) fn into_results(self) -> Vec<Result<Output, CommandError>> {
-        let ended = |item: Item| match item.state {
-            ItemState::Ended(result) => Some(result),
-            ItemState::Waiting | ItemState::Issued(_) => None,
-        };
-        self.items.into_iter().filter_map(ended).collect()
+        self.items.into_iter().filter_map(|item| item.result).collect()
     }
 
     /// The next item that has ended, in the order in which that was seen. Each once.
@@ -146,9 +161,7 @@ impl Batch {
     fn collect(&mut self, queue: &mut CommandQueue) {
         let mut index = 0;
         while let Some(number) = self.outstanding.get(index).copied() {
-            let ItemState::Issued(id) = self.items[number].state else {
-                unreachable!("what is outstanding was issued")
-            };
+            let id = self.items[number].id.expect("what is outstanding was issued");
             match queue.take_done(id) {
                 Some(completion) => {
                     self.outstanding.remove(index);
@@ -163,8 +176,7 @@ impl Batch {
     /// An item has ended; those that follow it are ready, or end with it.
     fn end(&mut self, number: usize, result: Result<Output, CommandError>) {
         let succeeded = result.is_ok();
-        self.items[number].state = ItemState::Ended(result);
-        self.items[number].forget_input();
+        self.items[number].end(result);
         self.ended.push_back(number);
         let follow = |item: &Item| item.predecessor == Some(number) && item.is_waiting();
         let followers = self.items.iter().enumerate().filter(|(_, item)| follow(item));
@@ -173,7 +185,7 @@ impl Batch {
             if succeeded {
                 self.followers.push_back(follower);
             } else {
-                let opcode = self.items[follower].opcode();
+                let opcode = self.items[follower].request.opcode;
                 self.end(follower, Err(CommandError::Skipped { opcode }));
             }
         }
@@ -189,13 +201,12 @@ impl Batch {
             if !self.items[number].is_waiting() {
                 continue;
             }
-            let opcode = self.items[number].opcode();
+            let opcode = self.items[number].request.opcode;
             let error = match because.take() {
                 Some(because) => CommandError::NotIssued { opcode, because },
                 None => CommandError::Skipped { opcode },
             };
-            self.items[number].state = ItemState::Ended(Err(error));
-            self.items[number].forget_input();
+            self.items[number].end(Err(error));
             self.ended.push_back(number);
         }
     }
@@ -206,7 +217,7 @@ impl Batch {
             else {
                 return;
             };
-            match queue.submit(now, self.deadline, self.items[number].request()) {
+            match queue.submit(now, self.deadline, &self.items[number].request) {
                 Ok(id) => self.issued(number, id),
                 Err(SubmitError::Busy | SubmitError::NoMailboxes { .. })
                     if !self.outstanding.is_empty() =>
@@ -234,7 +245,6 @@ impl Batch {
     fn issued(&mut self, number: usize, id: CommandId) {
         self.ready.pop_front().or_else(|| self.followers.pop_front());
         self.refused_since = None;
-        self.items[number].state = ItemState::Issued(id);
         self.items[number].id = Some(id);
         self.outstanding.push_back(number);
     }

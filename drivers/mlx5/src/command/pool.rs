@@ -5,7 +5,6 @@ use martlet_mlx5_abi::command::{
     MAILBOX_ALIGN, MAILBOX_BYTES, MAILBOX_CONTROL_OFFSET, MAILBOX_DATA_BYTES, MailboxControl,
 };
 use martlet_mlx5_abi::{U32, U64};
-use std::fmt;
 use std::sync::Arc;
 use zerocopy::IntoBytes;
 
@@ -146,10 +145,3 @@ impl MailboxPool {
 }
 
 const _: () = assert!(MAILBOX_BYTES <= MAILBOX_ALIGN);
-
-impl fmt::Debug for MailboxPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = self.chunks.len() * CHUNK_MAILBOXES;
-        write!(f, "MailboxPool({} of {all} in use)", self.used)
-    }
-}

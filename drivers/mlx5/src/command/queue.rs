@@ -16,7 +16,6 @@ use martlet_mlx5_abi::message::OutHeader;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U32, U64};
 use martlet_units::Instant;
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
@@ -29,7 +28,6 @@ const PAGE_BYTES: usize = 1 << LOG_COMMAND_PAGE;
 /// `poll_*` say what is to be done: [`Self::poll_doorbell`] after every `submit`,
 /// [`Self::take_done`] and [`Self::poll_late`] after every `on_*`,
 /// [`Self::poll_timeout`] when there is nothing else to do; the rest looks.
-#[derive(Debug)]
 pub(crate) struct CommandQueue {
     page: DmaBlock,
     log_stride: u8,
@@ -52,7 +50,6 @@ pub(crate) struct CommandQueue {
     has_given_up: bool,
 }
 
-#[derive(Debug)]
 struct Slot {
     state: SlotState,
     command: Option<Posted>,
@@ -72,12 +69,6 @@ struct Posted {
     output: Chain,
     out_bytes: usize,
     keep: Option<Keep>,
-}
-
-impl fmt::Debug for Posted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Posted({:?}, {}, token {:#04x})", self.id, self.opcode, self.token)
-    }
 }
 
 /// Whether a command goes into the slot that is kept for it.

@@ -2,7 +2,7 @@
 
 use super::{CommandError, InputWriter};
 use martlet_mlx5_abi::Opcode;
-use martlet_mlx5_abi::message::OutHeader;
+use martlet_mlx5_abi::message::{GeneralObjectIn, OutHeader};
 use martlet_units::Instant;
 use std::any::Any;
 use std::fmt;
@@ -43,12 +43,6 @@ impl Input {
     }
 }
 
-impl fmt::Debug for Input {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Input({} bytes)", self.bytes())
-    }
-}
-
 /// A command to be issued.
 pub(crate) struct Request {
     /// What it asks for; for statistics, throttling and the choice of the slot. The input carries
@@ -66,13 +60,6 @@ pub(crate) struct Request {
 
 /// Something that is kept alive.
 pub(crate) type Keep = Arc<dyn Any + Send + Sync>;
-
-impl fmt::Debug for Request {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Request { opcode, input, out_bytes, keep: _ } = self;
-        write!(f, "Request({opcode}, {input:?}, {out_bytes} bytes out)")
-    }
-}
 
 impl Request {
     /// Keeps something alive while the device may use it.
@@ -96,6 +83,11 @@ impl Request {
     ) -> Request {
         let input = Input::Bytes(input.as_bytes().into());
         Request { opcode, input, out_bytes, keep: None }
+    }
+
+    /// A command about a general object, that says nothing but which.
+    pub(crate) fn general<O: Sized>(opcode: Opcode, kind: u16, id: u32) -> Request {
+        Request::new::<O>(opcode, &GeneralObjectIn::new(opcode, kind, id))
     }
 
     /// A command whose input is written when it is issued.
@@ -164,12 +156,6 @@ pub(crate) struct LateCompletion {
     pub(crate) result: Result<Output, CommandError>,
     /// What was kept for it.
     pub(crate) keep: Option<Keep>,
-}
-
-impl fmt::Debug for LateCompletion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LateCompletion({:?}, {}, {:?})", self.id, self.opcode, self.result)
-    }
 }
 
 /// Bytes of the shortest message: a header, and what is padded to 16 bytes.

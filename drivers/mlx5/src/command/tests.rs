@@ -399,7 +399,7 @@ proptest! {
     /// A device that writes anything anywhere it may, and tells of anything: commands end, slots
     /// that it owns are not used, nothing panics.
     #[test]
-    fn a_hostile_device_is_borne(
+    fn a_hostile_device_does_no_harm(
         steps in prop::collection::vec((any::<u8>(), any::<u32>(), any::<[u8; 16]>()), 1..120),
     ) {
         let (mut queue, mut firmware) = Firmware::new();

@@ -129,7 +129,7 @@ impl Mlx5Device {
         control.logs.map_end = 0;
         let current = control.logs.current.take();
         for log in current.into_iter().chain(control.logs.old.drain(..)) {
-            control.undead.extend(log.destroy(&self.firmware));
+            control.kept.extend(log.destroy(&self.firmware));
         }
     }
 }

@@ -65,7 +65,7 @@ struct Control {
     scratch: Option<OwnMemory>,
     logs: DirtyLogs,
     /// Memory of the driver's own whose keys could not be destroyed.
-    undead: Vec<Arc<DmaBlock>>,
+    kept: Vec<Arc<DmaBlock>>,
     /// The last event about the link that has been seen to.
     link_seen: u64,
     has_features: bool,
@@ -92,7 +92,7 @@ impl Mlx5Device {
             keys: new_keys(&setup, &options),
             scratch: None,
             logs: DirtyLogs::default(),
-            undead: Vec::new(),
+            kept: Vec::new(),
             link_seen: firmware.link_events(),
             has_features: false,
             setup,
@@ -204,14 +204,14 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16) -> Queues {
         capabilities: setup.virtio,
         has_counters: setup.general.has_object_type(object_type::VIRTIO_Q_COUNTERS),
         retired: Arc::default(),
-        orphans: Vec::new(),
-        ghosts: Vec::new(),
+        undestroyed: Vec::new(),
+        pending_changes: Vec::new(),
         has_wrong_numbers: false,
     }
 }
 
 fn new_keys(setup: &Setup, options: &Options) -> KeyPort {
-    let context = KeyContext { uid: 0, pd: setup.pd, null_key: setup.null_mkey };
+    let context = KeyContext { pd: setup.pd, null_key: setup.null_mkey };
     let deadline = options.deadlines.memory;
     KeyPort::new(memory_config(setup, options), context, deadline)
 }

@@ -33,7 +33,7 @@ impl OwnMemory {
             Arc::new(block.map_err(|error| VdpaError::Host { action, reason: error.to_string() })?);
         let run = BusRun { at: block.at(), bytes: block.bytes() as u64 };
         let mtts = Mtts::new([run]).expect("a block has bytes");
-        let context = KeyContext { uid: 0, pd, null_key: 0 };
+        let context = KeyContext { pd, null_key: 0 };
         let command = KeyCommand::direct(0, &context, run.bytes, Access::ReadWrite, mtts);
         let request = command.into_request().keeping(Arc::clone(&block) as Keep);
         let created =

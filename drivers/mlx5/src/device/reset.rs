@@ -14,12 +14,12 @@ impl Mlx5Device {
         self.forget_guest(control);
         let mut faults = Faults::default();
         self.end_queues(control, &mut faults);
-        let hidden = control.queues.drop_orphans(&self.firmware);
+        let hidden = control.queues.destroy_again(&self.firmware);
         self.drop_logs(control);
         self.delete_if_at_once(control);
         control.queues.drop_retired(&self.firmware);
         let unnamed = control.queues.has_wrong_numbers || self.firmware.has_hidden_objects();
-        if faults.is_empty() && hidden == 0 && control.undead.is_empty() && !unnamed {
+        if faults.is_empty() && hidden == 0 && control.kept.is_empty() && !unnamed {
             return Ok(());
         }
         // Something is left that can't be named or destroyed: the whole function begins anew.
@@ -72,8 +72,8 @@ impl Mlx5Device {
     fn forget_function(&self, control: &mut Control) {
         control.keys.registry_mut().forget_all();
         let queues = &mut control.queues;
-        queues.orphans.clear();
-        queues.ghosts.clear();
+        queues.undestroyed.clear();
+        queues.pending_changes.clear();
         queues.has_wrong_numbers = false;
         queues.table = None;
         queues.scratch = None;
@@ -85,7 +85,7 @@ impl Mlx5Device {
         queues.forget_retired();
         control.scratch = None;
         control.logs = super::dirty::DirtyLogs::default();
-        control.undead.clear();
+        control.kept.clear();
     }
 
     /// Ends all queues: the table first, which names them.
@@ -124,7 +124,7 @@ impl Drop for Mlx5Device {
         control.queues.drop_retired(&self.firmware);
         control.queues.scratch = None;
         if let Some(scratch) = control.scratch.take() {
-            control.undead.extend(scratch.destroy(&self.firmware));
+            control.kept.extend(scratch.destroy(&self.firmware));
         }
         self.drain_keys(control);
         if self.firmware.tear_down(&objects_of(&control.setup)) {
@@ -135,7 +135,7 @@ impl Drop for Mlx5Device {
         // someone else has by then.
         tracing::warn!("an mlx5 device does not go; its memory stays");
         std::mem::forget(Arc::clone(&self.firmware));
-        std::mem::forget(std::mem::take(&mut control.queues.orphans));
-        std::mem::forget(std::mem::take(&mut control.undead));
+        std::mem::forget(std::mem::take(&mut control.queues.undestroyed));
+        std::mem::forget(std::mem::take(&mut control.kept));
     }
 }

@@ -4,7 +4,7 @@ use super::{Control, Mlx5Device};
 use crate::batch::Batch;
 use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
-use crate::options::LinkNotifier;
+use crate::options::{LinkNotifier, UNREGISTER_WAIT};
 use crate::queues::{DeviceEvent, DeviceState, Faults, Starting, Stopping, Target};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::setup::{QueryVportStateOut, VportIn};
@@ -46,8 +46,8 @@ impl Mlx5Device {
         control.change(DeviceEvent::BeginSuspend);
         control.operation = Some(match self.firmware.options().link_notifier {
             LinkNotifier::Kept => self.begin_stopping(control),
-            LinkNotifier::Unregistered { wait } => {
-                Operation::Unregister { until: self.firmware.now().after(wait) }
+            LinkNotifier::Unregistered => {
+                Operation::Unregister { until: self.firmware.now().after(UNREGISTER_WAIT) }
             }
         });
         // The first commands are on their way before this returns.

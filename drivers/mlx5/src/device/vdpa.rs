@@ -223,7 +223,7 @@ impl VdpaDevice for Mlx5Device {
             return until.into_iter().chain([later]).min();
         }
         until = until.into_iter().chain(self.service_keys(&mut control)).min();
-        if control.queues.drop_orphans(&self.firmware) > 0 {
+        if control.queues.destroy_again(&self.firmware) > 0 {
             until = until.into_iter().chain([self.firmware.now().after(LAZY_EVERY)]).min();
         }
         control.queues.drop_retired(&self.firmware);

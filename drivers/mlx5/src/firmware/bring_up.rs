@@ -59,22 +59,10 @@ pub enum BringUpError {
     Lacks(&'static str),
     /// A command failed.
     #[error("a command of the bring-up failed")]
-    Command(#[source] CommandError),
+    Command(#[from] CommandError),
     /// The host has no memory for it.
     #[error("no memory for the device")]
-    Memory(#[source] DmaError),
-}
-
-impl From<CommandError> for BringUpError {
-    fn from(error: CommandError) -> BringUpError {
-        BringUpError::Command(error)
-    }
-}
-
-impl From<DmaError> for BringUpError {
-    fn from(error: DmaError) -> BringUpError {
-        BringUpError::Memory(error)
-    }
+    Memory(#[from] DmaError),
 }
 
 /// What a function is, after its bring-up.

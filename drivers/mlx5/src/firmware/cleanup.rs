@@ -7,7 +7,7 @@
 use super::shared::is_done;
 use crate::batch::Batch;
 use crate::command::{CommandError, CommandQueue, Keep, LateCompletion, Output, Request};
-use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortIn, ShortOut};
+use martlet_mlx5_abi::message::{GeneralObjectOut, ShortIn, ShortOut};
 use martlet_mlx5_abi::{CommandStatus, Opcode};
 use martlet_units::Instant;
 use std::fmt;
@@ -16,7 +16,6 @@ use std::time::Duration;
 /// How often an object is tried to be destroyed, before only a restart of the function helps.
 const TRIES_MAX: u32 = 3;
 
-#[derive(Debug)]
 pub(super) struct Cleanup {
     deadline: Duration,
     waiting: Vec<Undo>,
@@ -110,8 +109,7 @@ impl Undo {
     fn request(&self) -> Request {
         let Undo { destroy, op_mod, object, .. } = self;
         let mut request = if *destroy == Opcode::DESTROY_GENERAL_OBJECT {
-            let input = GeneralObjectIn::new(*destroy, *op_mod, *object);
-            Request::new::<GeneralObjectOut>(*destroy, &input)
+            Request::general::<GeneralObjectOut>(*destroy, *op_mod, *object)
         } else {
             Request::new::<ShortOut>(*destroy, &ShortIn::new(*destroy, 0, *object))
         };

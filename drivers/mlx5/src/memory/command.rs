@@ -5,15 +5,13 @@ use martlet_mlx5_abi::memory::{
     CreateMkeyIn, KLM_LIST_ALIGN, Klm as KlmEntry, MkeyContext, OCTWORD_BYTES, access_mode,
 };
 use martlet_mlx5_abi::message::{InHeader, ShortIn};
-use martlet_mlx5_abi::{Opcode, U16, U24, U32, U64};
+use martlet_mlx5_abi::{Opcode, U24, U32, U64};
 use martlet_vdpa::{Access, VdpaError};
 use zerocopy::{FromZeros, IntoBytes};
 
 /// What all keys of a device have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KeyContext {
-    /// User context of the commands; 0 is the function's own driver.
-    pub uid: u16,
     /// Protection domain of the keys.
     pub pd: u32,
     /// The null key, which stands for holes (QUERY_SPECIAL_CONTEXTS).
@@ -74,9 +72,8 @@ enum List {
 
 impl KeyCommand {
     /// DESTROY_MKEY.
-    pub(crate) fn destroy(tag: u64, context: &KeyContext, index: u32) -> KeyCommand {
-        let mut input = ShortIn::new(Opcode::DESTROY_MKEY, 0, index);
-        input.header.uid = U16::new(context.uid);
+    pub(crate) fn destroy(tag: u64, index: u32) -> KeyCommand {
+        let input = ShortIn::new(Opcode::DESTROY_MKEY, 0, index);
         let head = input.as_bytes().to_vec();
         KeyCommand { tag, opcode: Opcode::DESTROY_MKEY, head, list: List::None }
     }
@@ -154,7 +151,6 @@ fn create(context: &KeyContext, flags: u32, span: (u64, u64), list: &List) -> Cr
     let octwords = U32::new(u32::try_from(octwords).expect("lists are limited far below"));
     let mut input = CreateMkeyIn::new_zeroed();
     input.header = InHeader::new(Opcode::CREATE_MKEY, 0);
-    input.header.uid = U16::new(context.uid);
     input.context.flags = U32::new(flags);
     input.context.qpn = U24::new(MkeyContext::ANY_QP);
     input.context.length64_pd = U32::new(context.pd & U24::MAX);
@@ -228,7 +224,7 @@ mod tests {
     use martlet_device_io::{BusAddress, BusRun};
     use proptest::prelude::*;
 
-    const CONTEXT: KeyContext = KeyContext { uid: 0x1234, pd: 0x00ab_cdef, null_key: 0x500 };
+    const CONTEXT: KeyContext = KeyContext { pd: 0x00ab_cdef, null_key: 0x500 };
 
     fn input(command: &KeyCommand) -> Vec<u8> {
         let mut bytes = vec![0xff; command.input_bytes()];
@@ -250,7 +246,7 @@ mod tests {
         let command = KeyCommand::direct(7, &CONTEXT, 0x6000, Access::Write, mtts);
         let bytes = input(&command);
         assert_eq!((bytes.len(), expected, command.tag()), (272 + 32, 272 + 32, 7));
-        assert_eq!(at(&bytes, 0), [0x02, 0x00, 0x12, 0x34, 0, 0, 0, 0]);
+        assert_eq!(at(&bytes, 0), [0x02, 0x00, 0, 0, 0, 0, 0, 0]);
         // Access mode MTT in bits 9:8, lw bit 11, no lr.
         assert_eq!(at(&bytes, 0x10), (1_u32 << 8 | 1 << 11).to_be_bytes());
         assert_eq!(at(&bytes, 0x14), [0xff, 0xff, 0xff, 0]);
@@ -289,8 +285,8 @@ mod tests {
 
     #[test]
     fn a_destruction_as_documented() {
-        let command = KeyCommand::destroy(1, &CONTEXT, 0x00fe_dcba);
-        let bytes = [0x02, 0x02, 0x12, 0x34, 0, 0, 0, 0, 0, 0xfe, 0xdc, 0xba, 0, 0, 0, 0];
+        let command = KeyCommand::destroy(1, 0x00fe_dcba);
+        let bytes = [0x02, 0x02, 0, 0, 0, 0, 0, 0, 0, 0xfe, 0xdc, 0xba, 0, 0, 0, 0];
         assert_eq!(input(&command), bytes);
     }
 

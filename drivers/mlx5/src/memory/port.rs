@@ -48,7 +48,6 @@ pub(crate) enum Issued {
 ///
 /// A port that is not polled issues nothing: so a suspend that must not share the queue with late
 /// deletions leaves the port alone until the resume.
-#[derive(Debug)]
 pub(crate) struct KeyPort {
     registry: Registry,
     deadline: Duration,

@@ -243,7 +243,7 @@ impl Registry {
         let index = self.reaper.next(tag, rollback_only)?;
         let depth = &mut self.counted.destroy_depth_max;
         *depth = self.reaper.flying().max(*depth);
-        Some(KeyCommand::destroy(tag, &self.context, index))
+        Some(KeyCommand::destroy(tag, index))
     }
 
     fn next_create(&mut self, dma: &dyn Dma) -> Option<KeyCommand> {

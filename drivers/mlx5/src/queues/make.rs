@@ -1,15 +1,15 @@
 //! Makes queues ahead of time, and ends them. These wait.
 
 use super::fate::Faults;
-use super::set::{Gates, Queues, batch};
-use super::start::{Starting, Target, destroyed};
+use super::set::{Gates, Queues, batch, is_destroyed};
+use super::start::{Starting, Target};
 use super::state::{ObjectEvent, ObjectState};
 use super::stop::Stopping;
-use crate::command::{CommandError, Output};
+use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
 use crate::options::Prepare;
 use martlet_mlx5_abi::Opcode;
-use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
+use martlet_mlx5_abi::message::{GeneralObjectOut, object_type};
 use martlet_mlx5_abi::virtq::{QueryCountersOut, VirtqCounters};
 use martlet_vdpa::VdpaError;
 
@@ -66,8 +66,9 @@ impl Queues {
                     if first.as_ref().is_err_and(CommandError::may_be_done) {
                         object.changes_out.extend(commands[0]);
                     }
-                    let error = first.as_ref().err().or(second.as_ref().err());
-                    faults.extend(error.map(|error| one(index, error)).unwrap_or_default());
+                    if let Some(error) = first.as_ref().err().or(second.as_ref().err()) {
+                        faults.add(index, error.clone());
+                    }
                 }
                 _ => {}
             }
@@ -91,31 +92,25 @@ impl Queues {
         }
     }
 
-    /// Ends queues, whatever they do. They must not be in the table. What can't be ended becomes
-    /// an orphan, which keeps the memory that it may use.
+    /// Ends queues, whatever they do. They must not be in the table. What can't be ended is kept, with
+    /// the memory that it may use.
     pub(crate) fn destroy(
         &mut self,
         firmware: &Firmware,
         which: &[usize],
         gates: &impl Gates,
     ) -> Faults {
-        let mut faults = Faults::default();
-        let mut batch = batch(firmware, firmware.options().lifecycle);
         let which = self.with_object(which);
-        for index in &which {
-            gates.close(*index);
-            if let Some(object) = self.object(*index) {
-                batch.push(object.destroy_request());
-            }
-        }
+        which.iter().for_each(|index| gates.close(*index));
+        let mut batch = self.end_batch(firmware, firmware.options().lifecycle, &which);
         firmware.run(&mut batch);
-        for (index, result) in which.into_iter().zip(batch.into_results()) {
-            let orphans = self.orphans.len();
-            destroyed(self, index, &result);
-            if self.orphans.len() > orphans
-                && let Err(error) = &result
+        self.ended(&which, &batch);
+        let mut faults = Faults::default();
+        for (index, result) in which.iter().zip(batch.results()) {
+            if let Err(error) = result
+                && !is_destroyed(result)
             {
-                faults.extend(one(index, error));
+                faults.add(*index, error.clone());
             }
         }
         self.drop_retired(firmware);
@@ -151,11 +146,8 @@ impl Queues {
         which: &[usize],
         gates: &impl Gates,
     ) -> Faults {
-        let mut batch = batch(firmware, firmware.options().queues);
         let which = self.with_object(which);
-        for object in which.iter().filter_map(|index| self.object(*index)) {
-            batch.push(object.query_request());
-        }
+        let mut batch = self.query_batch(firmware, &which);
         firmware.run(&mut batch);
         let mut standing = Vec::new();
         for (index, result) in which.into_iter().zip(batch.into_results()) {
@@ -182,9 +174,8 @@ impl Queues {
         let numbered = numbered.filter_map(|(index, queue)| Some((index, queue.counters?)));
         let numbered: Vec<(usize, u32)> = numbered.collect();
         for (_, number) in &numbered {
-            let opcode = Opcode::QUERY_GENERAL_OBJECT;
-            let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, *number);
-            batch.push(crate::command::Request::new::<QueryCountersOut>(opcode, &input));
+            let (opcode, kind) = (Opcode::QUERY_GENERAL_OBJECT, object_type::VIRTIO_Q_COUNTERS);
+            batch.push(Request::general::<QueryCountersOut>(opcode, kind, *number));
         }
         firmware.run(&mut batch);
         let read = |result: &Result<Output, CommandError>| {
@@ -199,17 +190,11 @@ impl Queues {
         let mut batch = batch(firmware, firmware.options().lifecycle);
         for queue in &mut self.list {
             if let Some(number) = queue.counters.take() {
-                let opcode = Opcode::DESTROY_GENERAL_OBJECT;
-                let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, number);
-                batch.push(crate::command::Request::new::<GeneralObjectOut>(opcode, &input));
+                let (opcode, kind) =
+                    (Opcode::DESTROY_GENERAL_OBJECT, object_type::VIRTIO_Q_COUNTERS);
+                batch.push(Request::general::<GeneralObjectOut>(opcode, kind, number));
             }
         }
         firmware.run(&mut batch);
     }
-}
-
-fn one(index: usize, error: &CommandError) -> Faults {
-    let mut faults = Faults::default();
-    faults.add(index, error.clone());
-    faults
 }

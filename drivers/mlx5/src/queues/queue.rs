@@ -3,7 +3,6 @@
 use super::state::{ObjectEvent, ObjectState};
 use super::umem::UmemPiece;
 use crate::command::{CommandError, CommandId, Keep, Output, Request};
-use crate::memory::MapRef;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
 use martlet_mlx5_abi::virtq::{
     QueryVirtqOut, SPLIT, VirtioNetQueue, VirtioQueue, VirtqIn, VirtqState, event_mode, modify,
@@ -64,17 +63,9 @@ pub(crate) struct Object {
     /// Its memory for the firmware.
     #[expect(dead_code, reason = "it is there to be held")]
     pub(crate) umem: Arc<UmemPiece>,
-    /// What its key keeps: more than one while nobody knows which key it has.
-    pub(crate) holds: Vec<Hold>,
-}
-
-/// What keeps a key that an object may use.
-#[derive(Clone)]
-pub(crate) enum Hold {
-    /// A map of guest memory.
-    Map(#[expect(dead_code, reason = "it is there to be held")] MapRef),
-    /// Memory of the driver's own.
-    Own(#[expect(dead_code, reason = "it is there to be held")] Keep),
+    /// What keeps its key, a map of guest memory or memory of the driver's own: more than one while
+    /// nobody knows which key it has.
+    pub(crate) holds: Vec<Keep>,
 }
 
 impl fmt::Debug for Object {
@@ -168,19 +159,17 @@ impl Object {
     /// The command that asks for its state and indices.
     pub(crate) fn query_request(&self) -> Request {
         let opcode = Opcode::QUERY_GENERAL_OBJECT;
-        let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, self.id);
-        Request::new::<QueryVirtqOut>(opcode, &input)
+        Request::general::<QueryVirtqOut>(opcode, object_type::VIRTIO_NET_Q, self.id)
     }
 
     /// The command that ends it.
     pub(crate) fn destroy_request(&self) -> Request {
         let opcode = Opcode::DESTROY_GENERAL_OBJECT;
-        let input = GeneralObjectIn::new(opcode, object_type::VIRTIO_NET_Q, self.id);
-        Request::new::<GeneralObjectOut>(opcode, &input)
+        Request::general::<GeneralObjectOut>(opcode, object_type::VIRTIO_NET_Q, self.id)
     }
 
     /// A change of fields has succeeded: it has what was wanted.
-    pub(crate) fn has_fields(&mut self, wanted: &Fields, hold: Option<Hold>) {
+    pub(crate) fn has_fields(&mut self, wanted: &Fields, hold: Option<Keep>) {
         let at = wanted.at.or(self.fields.at);
         self.fields = Fields { at, ..*wanted };
         self.holds.clear();
@@ -188,7 +177,7 @@ impl Object {
     }
 
     /// A change of fields may have happened: it may use either key.
-    pub(crate) fn may_have_fields(&mut self, wanted: &Fields, hold: Option<Hold>) {
+    pub(crate) fn may_have_fields(&mut self, wanted: &Fields, hold: Option<Keep>) {
         if wanted.place.key != self.fields.place.key {
             self.holds.extend(hold);
             // Whatever is wanted next differs from this: it is said anew.

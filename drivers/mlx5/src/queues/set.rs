@@ -1,6 +1,6 @@
 //! All virtqueues of a device.
 
-use super::queue::{Common, Fields, Hold, LogTo, Object, Place, Queue};
+use super::queue::{Common, Fields, LogTo, Object, Place, Queue};
 use super::state::{ObjectEvent, ObjectState};
 use super::table::Table;
 use super::umem::{self, Retired};
@@ -11,7 +11,7 @@ use crate::memory::MapRef;
 use crate::options::Pace;
 use martlet_mlx5_abi::capability::VirtioCapabilities;
 use martlet_vdpa::QueueState;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 /// What the guest sees of a queue's start and stop.
 pub(crate) trait Gates {
@@ -44,10 +44,10 @@ pub(crate) struct Queues {
     pub(crate) has_counters: bool,
     pub(crate) retired: Retired,
     /// Objects that could not be destroyed. They keep what they may use.
-    pub(crate) orphans: Vec<Object>,
+    pub(crate) undestroyed: Vec<Object>,
     /// Changes that were not answered, of objects that are destroyed: numbers are given again, and
     /// a change that comes late would hit whatever has the number then.
-    pub(crate) ghosts: Vec<(u32, CommandId)>,
+    pub(crate) pending_changes: Vec<(u32, CommandId)>,
     /// The device says that an object does not exist that should, or that there is one where none
     /// should be: a number that it told was not the right one.
     pub(crate) has_wrong_numbers: bool,
@@ -66,7 +66,7 @@ impl Queues {
     }
 
     /// What a queue of the guest's is to have. `None` without a configuration or a map.
-    pub(crate) fn wanted(&self, index: usize) -> Option<(Fields, Hold)> {
+    pub(crate) fn wanted(&self, index: usize) -> Option<(Fields, Keep)> {
         let (config, map) = (self.list.get(index)?.config?, self.map.as_ref()?);
         let fields = Fields {
             place: Place::of(&config, map.key()),
@@ -74,18 +74,18 @@ impl Queues {
             at: self.list[index].at,
             log: self.log,
         };
-        Some((fields, Hold::Map(map.clone())))
+        Some((fields, Arc::new(map.clone())))
     }
 
     /// What a queue on the driver's own ring is to have.
-    pub(crate) fn wanted_on_scratch(&self, scratch: &Scratch) -> (Fields, Hold) {
+    pub(crate) fn wanted_on_scratch(&self, scratch: &Scratch) -> (Fields, Keep) {
         let fields = Fields {
             place: scratch.place,
             features: self.features,
             at: Some(QueueState::default()),
             log: self.log,
         };
-        (fields, Hold::Own(Keep::clone(&scratch.keep)))
+        (fields, Keep::clone(&scratch.keep))
     }
 
     /// Objects that exist, of these queues.
@@ -103,14 +103,14 @@ impl Queues {
 
     /// Queues outside of these that may run, or may come to run: left by a growth or a preparation
     /// that failed, or told to start by a command that was not answered.
-    pub(super) fn strays(&self, which: &[usize]) -> Vec<usize> {
-        let is_stray = |index: &usize| {
+    pub(super) fn others(&self, which: &[usize]) -> Vec<usize> {
+        let is_other = |index: &usize| {
             let Some(object) = self.object(*index) else { return false };
             // Out of ERR no command leads.
             let may_start = object.state != ObjectState::Broken && !object.changes_out.is_empty();
             !which.contains(index) && (!object.stands() || may_start)
         };
-        (0..self.list.len()).filter(is_stray).collect()
+        (0..self.list.len()).filter(is_other).collect()
     }
 
     /// Whether a queue was last told to run on the driver's own ring, and nobody knows whether it
@@ -122,49 +122,63 @@ impl Queues {
         !object.stands() && object.fields.place == scratch.place
     }
 
-    /// Notes what may yet happen to the number of an object that is destroyed.
-    fn bury(&mut self, object: &Object) {
-        self.ghosts.extend(object.changes_out.iter().map(|change| (object.id, *change)));
-    }
-
     /// Changes that may yet happen to an object that was made under this number.
-    pub(super) fn ghosts_of(&mut self, id: u32) -> Vec<CommandId> {
-        self.ghosts.extract_if(.., |(of, _)| *of == id).map(|(_, change)| change).collect()
+    pub(super) fn pending_changes_of(&mut self, id: u32) -> Vec<CommandId> {
+        self.pending_changes.extract_if(.., |(of, _)| *of == id).map(|(_, change)| change).collect()
     }
 
-    /// Takes the answers to destructions of all orphans.
-    pub(super) fn orphans_destroyed(
-        &mut self,
-        mut results: impl Iterator<Item = Result<Output, CommandError>>,
-    ) {
-        for orphan in std::mem::take(&mut self.orphans) {
+    /// Commands that ask queues for their state and indices.
+    pub(super) fn query_batch(&self, firmware: &Firmware, which: &[usize]) -> Batch {
+        let mut batch = batch(firmware, firmware.options().queues);
+        for object in which.iter().filter_map(|index| self.object(*index)) {
+            batch.push(object.query_request());
+        }
+        batch
+    }
+
+    /// Commands that end the objects of these queues, and tries again to end what could not be ended
+    /// before; for [`Self::ended`].
+    pub(super) fn end_batch(&self, firmware: &Firmware, pace: Pace, which: &[usize]) -> Batch {
+        let mut batch = batch(firmware, pace);
+        let objects = which.iter().filter_map(|index| self.object(*index));
+        for object in objects.chain(&self.undestroyed) {
+            batch.push(object.destroy_request());
+        }
+        batch
+    }
+
+    /// Takes the answers to those commands.
+    pub(super) fn ended(&mut self, which: &[usize], batch: &Batch) {
+        let mut results = batch.results();
+        let objects: Vec<Object> =
+            which.iter().filter_map(|index| self.list.get_mut(*index)?.object.take()).collect();
+        let before = std::mem::take(&mut self.undestroyed);
+        for object in objects.into_iter().chain(before) {
             match results.next() {
-                Some(result) => self.take_destruction(orphan, &result),
-                None => self.orphans.push(orphan),
+                Some(result) => self.take_destruction(object, result),
+                None => self.undestroyed.push(object),
             }
         }
     }
 
     /// Takes the answer to the destruction of an object that is not in the list any more.
-    pub(super) fn take_destruction(
-        &mut self,
-        mut object: Object,
-        result: &Result<Output, CommandError>,
-    ) {
+    fn take_destruction(&mut self, mut object: Object, result: &Result<Output, CommandError>) {
         // Unless an earlier destruction has been done, its number was not the right one.
         let may_be_missing = object.is_known && object.may_be_gone;
         self.has_wrong_numbers |= is_missing(result) && !may_be_missing;
         if is_destroyed(result) {
-            self.bury(&object);
+            let changes = object.changes_out.iter().map(|change| (object.id, *change));
+            self.pending_changes.extend(changes);
         } else {
+            tracing::warn!(object = object.id, "a virtqueue could not be destroyed");
             object.may_be_gone |= result.as_ref().is_err_and(CommandError::may_be_done);
-            self.orphans.push(object);
+            self.undestroyed.push(object);
         }
     }
 
     /// Forgets changes that were answered after all.
     pub(super) fn forget_answered(&mut self, firmware: &Firmware) {
-        self.ghosts.retain(|(_, change)| firmware.is_out(*change));
+        self.pending_changes.retain(|(_, change)| firmware.is_out(*change));
     }
 
     /// Forgets changes of a queue that were answered late. They may have come since it was asked
@@ -220,22 +234,19 @@ impl Queues {
     }
 
     /// Tries again to destroy what could not be destroyed; how many are left.
-    pub(crate) fn drop_orphans(&mut self, firmware: &Firmware) -> usize {
-        if self.orphans.is_empty() {
+    pub(crate) fn destroy_again(&mut self, firmware: &Firmware) -> usize {
+        if self.undestroyed.is_empty() {
             return 0;
         }
-        let mut batch = batch(firmware, firmware.options().lifecycle);
-        for orphan in &self.orphans {
-            batch.push(orphan.destroy_request());
-        }
+        let mut batch = self.end_batch(firmware, firmware.options().lifecycle, &[]);
         firmware.run(&mut batch);
-        self.orphans_destroyed(batch.into_results().into_iter());
-        self.orphans.len()
+        self.ended(&[], &batch);
+        self.undestroyed.len()
     }
 }
 
 /// Whether the answer to a destruction means that there is nothing any more.
-pub(crate) fn is_destroyed(result: &Result<Output, CommandError>) -> bool {
+pub(super) fn is_destroyed(result: &Result<Output, CommandError>) -> bool {
     let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
     // A second try after one that was not answered finds nothing.
     is_missing(result) || crate::firmware::is_done(opcode, result)

@@ -2,7 +2,6 @@
 
 use super::fate::Faults;
 use super::set::{Gates, Queues, batch};
-use super::start::destroyed;
 use super::state::{ObjectEvent, ObjectState};
 use crate::batch::Batch;
 use crate::command::{CommandError, Output};
@@ -19,10 +18,10 @@ const READS_MAX: u32 = 2;
 pub(crate) struct Stopping {
     queues: Vec<usize>,
     /// Others that may run: they stand in the end, or are ended. Where they are need not be known.
-    strays: Vec<usize>,
+    others: Vec<usize>,
     /// Those of them to which an earlier change may come yet: whatever they are told now, only
     /// their end makes them stand for good.
-    doomed: Vec<usize>,
+    to_end: Vec<usize>,
     /// Where queues would have begun that may have been started: where they are if they were not.
     begins: BTreeMap<usize, QueueState>,
     phase: Phase,
@@ -61,8 +60,8 @@ impl Stopping {
             // It can't succeed: frames go on meanwhile.
             return Stopping::new(firmware, queues, unsettled, Vec::new(), gates);
         }
-        let strays = queues.strays(&active);
-        Stopping::new(firmware, queues, active, strays, gates)
+        let others = queues.others(&active);
+        Stopping::new(firmware, queues, active, others, gates)
     }
 
     /// Begins to stop these queues. Those that stand already are only asked where, if that is not
@@ -80,17 +79,17 @@ impl Stopping {
         firmware: &Firmware,
         queues: &mut Queues,
         which: Vec<usize>,
-        strays: Vec<usize>,
+        others: Vec<usize>,
         gates: &impl Gates,
     ) -> Stopping {
         queues.forget_answered(firmware);
         let mut unsettled = which.clone();
         unsettled.retain(|index| queues.is_unsettled(firmware, *index));
-        let doomed = doom(firmware, queues, &strays);
+        let to_end = to_end(firmware, queues, &others);
         let mut batch = batch(firmware, firmware.options().queues);
         let mut items = Vec::new();
         let (mut wrong, mut begins) = (BTreeMap::new(), BTreeMap::new());
-        for index in which.iter().chain(&strays).copied() {
+        for index in which.iter().chain(&others).copied() {
             gates.close(index);
             let Some(object) = queues.object(index) else {
                 if queues.list[index].at.is_none() {
@@ -98,7 +97,7 @@ impl Stopping {
                 }
                 continue;
             };
-            if !object.stands() && !doomed.contains(&index) && !unsettled.contains(&index) {
+            if !object.stands() && !to_end.contains(&index) && !unsettled.contains(&index) {
                 let stop = batch.push(object.stop_request());
                 items.push(Item::Stop(index));
                 if firmware.options().barrier == Barrier::EachStopped {
@@ -109,7 +108,7 @@ impl Stopping {
             }
         }
         let phase = Phase::Stop { batch, items };
-        Stopping { queues: which, strays, doomed, begins, phase, unsettled, wrong }
+        Stopping { queues: which, others, to_end, begins, phase, unsettled, wrong }
     }
 
     /// Moves it on by a step: what is wrong, if it is over. Nothing wrong means that all of the
@@ -142,15 +141,9 @@ impl Stopping {
                     if !firmware.poll(batch) {
                         return None;
                     }
-                    let mut results = batch.results().cloned();
-                    for index in which.iter().copied() {
-                        if let Some(result) = results.next() {
-                            destroyed(queues, index, &result);
-                            // How far it came is lost with it.
-                            queues.list[index].at = None;
-                        }
-                    }
-                    queues.orphans_destroyed(results);
+                    queues.ended(which, batch);
+                    // How far they came is lost with them.
+                    which.iter().for_each(|index| queues.list[*index].at = None);
                     self.phase = Phase::Over;
                 }
                 Phase::Over => return Some(self.faults(queues)),
@@ -162,42 +155,34 @@ impl Stopping {
     fn read(&self, firmware: &Firmware, queues: &Queues, round: u32) -> Phase {
         let unknown =
             |index: &usize| queues.list[*index].at.is_none() && queues.object(*index).is_some();
-        let stopped = self.strays.iter().filter(|index| !self.doomed.contains(index));
+        let stopped = self.others.iter().filter(|index| !self.to_end.contains(index));
         let which = self.queues.iter().chain(stopped).copied().filter(unknown);
         let which: Vec<usize> = which.collect();
         if which.is_empty() || round > READS_MAX {
             return self.end(firmware, queues);
         }
-        let mut batch = batch(firmware, firmware.options().queues);
-        for object in which.iter().filter_map(|index| queues.object(*index)) {
-            batch.push(object.query_request());
-        }
-        Phase::Read { batch, queues: which, round }
+        Phase::Read { batch: queues.query_batch(firmware, &which), queues: which, round }
     }
 
-    /// Ends those strays that don't stand for good, and tries again to end what could not be ended
+    /// Ends those others that don't stand for good, and tries again to end what could not be ended
     /// before.
     fn end(&self, firmware: &Firmware, queues: &Queues) -> Phase {
         let has_to = |index: &usize| {
             let object = queues.object(*index);
-            object.is_some_and(|object| !object.stands()) || self.doomed.contains(index)
+            object.is_some_and(|object| !object.stands()) || self.to_end.contains(index)
         };
-        let which: Vec<usize> = self.strays.iter().copied().filter(has_to).collect();
+        let which: Vec<usize> = self.others.iter().copied().filter(has_to).collect();
         let which = queues.with_object(&which);
-        if which.is_empty() && queues.orphans.is_empty() {
+        if which.is_empty() && queues.undestroyed.is_empty() {
             return Phase::Over;
         }
-        let mut batch = batch(firmware, firmware.options().queues);
-        let objects = which.iter().filter_map(|index| queues.object(*index));
-        for object in objects.chain(&queues.orphans) {
-            batch.push(object.destroy_request());
-        }
+        let batch = queues.end_batch(firmware, firmware.options().queues, &which);
         Phase::End { batch, queues: which }
     }
 
     fn faults(&self, queues: &Queues) -> Faults {
         let mut faults = Faults::default();
-        if !queues.orphans.is_empty() {
+        if !queues.undestroyed.is_empty() {
             let what = "a virtqueue that could not be destroyed may run";
             let opcode = Opcode::DESTROY_GENERAL_OBJECT;
             faults.add_general(CommandError::Nonsense { opcode, what });
@@ -226,12 +211,12 @@ fn lost(_: usize) -> CommandError {
     CommandError::Nonsense { opcode: Opcode::QUERY_GENERAL_OBJECT, what: "its index is lost" }
 }
 
-/// Those strays to which a change may come yet, or that run on the driver's own ring.
-fn doom(firmware: &Firmware, queues: &mut Queues, strays: &[usize]) -> Vec<usize> {
-    let mut doomed = strays.to_vec();
-    doomed
+/// Those others to which a change may come yet, or that run on the driver's own ring.
+fn to_end(firmware: &Firmware, queues: &mut Queues, others: &[usize]) -> Vec<usize> {
+    let mut to_end = others.to_vec();
+    to_end
         .retain(|index| queues.is_unsettled(firmware, *index) || queues.is_lost_on_scratch(*index));
-    doomed
+    to_end
 }
 
 fn take_answer(

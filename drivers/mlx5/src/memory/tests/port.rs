@@ -44,7 +44,7 @@ impl Setup {
         let bus = SoftBus::new(Addressing::Iommu);
         let shape = CommandQueueShape { log_entries: 5, log_stride: 6 };
         let queue = CommandQueue::new(bus.clone(), shape, mailbox_bytes_max).unwrap().unwrap();
-        let context = KeyContext { uid: 0, pd: PD, null_key: NULL_KEY };
+        let context = KeyContext { pd: PD, null_key: NULL_KEY };
         Setup {
             bus,
             queue,
@@ -92,7 +92,7 @@ impl Setup {
             if is_key && let KeyAnswer::Done { index } = books.execute(&input) {
                 output[8..12].copy_from_slice(&index.to_be_bytes());
                 if how == Answer::BadToken {
-                    books.doubtful.push(index);
+                    books.lost.push(index);
                 }
             }
         }
@@ -264,10 +264,10 @@ fn each_answer_means_what_it_says() {
                 _ => assert!(matches!(error, VdpaError::Device { .. }), "{error}"),
             }
             setup.settle();
-            let doubt = matches!(answer, Answer::BadToken | Answer::Never);
-            let abandoned = if doubt && number < 3 { 16 * PAGE } else { 0 };
+            let unknown = matches!(answer, Answer::BadToken | Answer::Never);
+            let abandoned = if unknown && number < 3 { 16 * PAGE } else { 0 };
             let counters = setup.port.registry().counters();
-            assert_eq!((counters.keys_live, counters.keys_abandoned), (4, u64::from(doubt)));
+            assert_eq!((counters.keys_live, counters.keys_abandoned), (4, u64::from(unknown)));
             assert_eq!(setup.world.pinned_bytes(), 48 * PAGE + abandoned);
             if answer == Answer::Never {
                 // The direct keys behind an indirect one are gone by then.

@@ -59,7 +59,7 @@ pub(crate) struct Books {
     /// Lengths of runs in pages, in turn; empty for whole pieces.
     pub(crate) fragments: Vec<u64>,
     /// Keys whose fate the driver can't know.
-    pub(crate) doubtful: Vec<u32>,
+    pub(crate) lost: Vec<u32>,
 }
 
 /// What the driver and the firmware share.
@@ -256,10 +256,10 @@ impl Books {
                     self.crimes.push(format!("key {index} was destroyed twice"));
                     return refused(Refusal::Final);
                 }
-                let doubtful = &self.doubtful;
+                let lost = &self.lost;
                 let mut above = self.keys.iter().filter(|(above, key)| {
                     key.indirect
-                        && !doubtful.contains(above)
+                        && !lost.contains(above)
                         && key.klms().any(|(_, key)| key >> 8 == index)
                 });
                 if let Some((above, _)) = above.next() {
@@ -331,7 +331,7 @@ pub(crate) fn everything(config: MemoryConfig) -> MemoryConfig {
 
 impl Rig {
     pub(crate) fn new(config: MemoryConfig) -> Rig {
-        let context = KeyContext { uid: 0, pd: PD, null_key: NULL_KEY };
+        let context = KeyContext { pd: PD, null_key: NULL_KEY };
         Rig {
             world: World::default(),
             registry: Registry::new(config, context),
@@ -377,7 +377,7 @@ impl Rig {
             Some(Fault::Refused(why)) => refused(why),
             Some(Fault::LostBefore) => {
                 if be32(&input, 0) >> 16 == 0x202 {
-                    books.doubtful.push(be32(&input, 8));
+                    books.lost.push(be32(&input, 8));
                 }
                 self.late.push((tag, refused(Refusal::Final)));
                 lost()
@@ -385,15 +385,15 @@ impl Rig {
             Some(Fault::LostAfter) => {
                 let answer = books.execute(&input);
                 if let KeyAnswer::Done { index } = answer {
-                    books.doubtful.push(index);
+                    books.lost.push(index);
                 }
                 self.late.push((tag, answer));
                 lost()
             }
         };
-        // A destruction that was refused for good leaves the key in doubt as well.
+        // A destruction that was refused for good does not tell either whether the key is gone.
         if let (KeyAnswer::Refused { .. }, 0x202) = (&answer, be32(&input, 0) >> 16) {
-            books.doubtful.push(be32(&input, 8));
+            books.lost.push(be32(&input, 8));
         }
         drop(books);
         self.registry.on_answer(tag, answer, self.now);

@@ -2,21 +2,8 @@
 
 use super::Item;
 use crate::command::{CommandError, CommandId, Output};
-use crate::queues::set::{Gates, Queues, is_destroyed};
+use crate::queues::set::{Gates, Queues};
 use crate::queues::state::{ObjectEvent, ObjectState};
-
-/// An object was destroyed, or is one that could not be.
-pub(in crate::queues) fn destroyed(
-    queues: &mut Queues,
-    index: usize,
-    result: &Result<Output, CommandError>,
-) {
-    let Some(object) = queues.list[index].object.take() else { return };
-    if !is_destroyed(result) {
-        tracing::warn!(queue = index, "a virtqueue could not be destroyed");
-    }
-    queues.take_destruction(object, result);
-}
 
 /// Takes what a queue says of which something is unclear.
 pub(super) fn found(queues: &mut Queues, index: usize, result: &Result<Output, CommandError>) {
@@ -47,38 +34,31 @@ pub(super) fn readied(
     id: Option<CommandId>,
     result: &Result<Output, CommandError>,
 ) -> Option<(usize, CommandError)> {
-    match item {
-        Item::Fields { index, fields, hold } => {
-            let object = queues.object_mut(index)?;
-            match result {
-                Ok(_) => object.has_fields(&fields, Some(hold)),
-                Err(error) if error.may_be_done() => {
-                    object.changes_out.extend(id);
-                    object.may_have_fields(&fields, Some(hold));
-                }
-                Err(_) => {}
+    let Item { index, fields, hold, starts } = item;
+    let object = queues.object_mut(index)?;
+    match result {
+        Ok(_) => {
+            if starts {
+                object.change(ObjectEvent::Started);
             }
-            // Its second command tells, by being skipped.
-            None
+            object.has_fields(&fields, Some(hold));
         }
-        Item::Ready { index, fields, hold } => {
-            let object = queues.object_mut(index)?;
-            match result {
-                Ok(_) => {
-                    object.change(ObjectEvent::Started);
-                    object.has_fields(&fields, Some(hold));
-                    runs(queues, gates, index);
-                    None
-                }
-                Err(error) => {
-                    if error.may_be_done() {
-                        object.change(ObjectEvent::Unanswered);
-                        object.changes_out.extend(id);
-                        object.may_have_fields(&fields, Some(hold));
-                    }
-                    Some((index, error.clone()))
-                }
+        Err(error) if error.may_be_done() => {
+            if starts {
+                object.change(ObjectEvent::Unanswered);
             }
+            object.changes_out.extend(id);
+            object.may_have_fields(&fields, Some(hold));
         }
+        Err(_) => {}
     }
+    if !starts {
+        // Its second command tells, by being skipped.
+        return None;
+    }
+    let error = result.as_ref().err().cloned();
+    if error.is_none() {
+        runs(queues, gates, index);
+    }
+    error.map(|error| (index, error))
 }

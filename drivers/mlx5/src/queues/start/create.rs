@@ -2,10 +2,10 @@
 
 use super::{Stage, Starting, Target};
 use crate::batch::Batch;
-use crate::command::{CommandError, Output, Request};
+use crate::command::{CommandError, Keep, Output, Request};
 use crate::firmware::Firmware;
 use crate::queues::fate::number;
-use crate::queues::queue::{Fields, Hold, Object, create_request};
+use crate::queues::queue::{Fields, Object, create_request};
 use crate::queues::set::{Queues, batch};
 use crate::queues::state::ObjectState;
 use crate::queues::umem::{UmemPiece, UmemPlan};
@@ -19,7 +19,7 @@ use zerocopy::FromZeros;
 pub(super) struct Made {
     index: usize,
     fields: Fields,
-    hold: Hold,
+    hold: Keep,
     umem: Arc<UmemPiece>,
     size: u16,
 }
@@ -124,7 +124,7 @@ impl Starting {
             Ok(id) => {
                 let Made { index, fields, hold, umem, size } = made;
                 let (state, holds) = (ObjectState::Init, vec![hold]);
-                let changes_out = queues.ghosts_of(id);
+                let changes_out = queues.pending_changes_of(id);
                 queues.list[index].object = Some(Object {
                     id,
                     size,

@@ -4,16 +4,14 @@
 mod answers;
 mod create;
 
-pub(super) use answers::destroyed;
-
 use super::fate::Faults;
-use super::queue::{Fields, Hold, Object};
+use super::queue::{Fields, Object};
 use super::set::{Gates, Queues, batch};
 use super::state::ObjectState;
 use super::table::{TABLE_TRIES_MAX, TableStep};
 use super::umem::UmemPlan;
 use crate::batch::Batch;
-use crate::command::{CommandError, Output};
+use crate::command::{CommandError, Keep, Output};
 use crate::firmware::Firmware;
 use crate::options::Pace;
 use answers::{found, readied, runs};
@@ -46,7 +44,7 @@ enum Stage {
     Begin,
     Ask { batch: Batch, which: Vec<usize> },
     Table { batch: Batch, step: TableStep, receivers: Vec<u32>, tries: u32, then: Then },
-    Destroy { batch: Batch },
+    Destroy { batch: Batch, which: Vec<usize> },
     Supply { batch: Batch, plan: UmemPlan, counters: Vec<usize> },
     Create { batch: Batch, made: Vec<Made> },
     Ready { batch: Batch, items: Vec<Item>, failed: Vec<(usize, CommandError)> },
@@ -61,11 +59,13 @@ enum Then {
     Over,
 }
 
-/// What an item of the last batch is.
+/// An item of the last batch: a queue's fields are changed, and if it is told to, it starts.
 #[derive(Clone)]
-enum Item {
-    Fields { index: usize, fields: Fields, hold: Hold },
-    Ready { index: usize, fields: Fields, hold: Hold },
+struct Item {
+    index: usize,
+    fields: Fields,
+    hold: Keep,
+    starts: bool,
 }
 
 impl Starting {
@@ -107,7 +107,7 @@ impl Starting {
             Stage::Begin | Stage::Over => true,
             Stage::Ask { batch, .. }
             | Stage::Table { batch, .. }
-            | Stage::Destroy { batch }
+            | Stage::Destroy { batch, .. }
             | Stage::Supply { batch, .. }
             | Stage::Create { batch, .. }
             | Stage::Look { batch, .. } => firmware.poll(batch),
@@ -152,14 +152,8 @@ impl Starting {
                 error.into_iter().for_each(|error| self.faults.add_general(error));
                 self.after_table(firmware, queues, then)
             }
-            Stage::Destroy { batch } => {
-                let gone = queues.with_object(&self.remake);
-                let mut results = batch.into_results().into_iter();
-                let answers: Vec<_> = gone.into_iter().zip(results.by_ref()).collect();
-                queues.orphans_destroyed(results);
-                for (index, result) in answers {
-                    destroyed(queues, index, &result);
-                }
+            Stage::Destroy { batch, which } => {
+                queues.ended(&which, &batch);
                 self.supply(firmware, queues)
             }
             Stage::Supply { batch, plan, counters } => {
@@ -209,11 +203,7 @@ impl Starting {
             }
         };
         let which: Vec<usize> = self.queues.iter().copied().filter(is_unclear).collect();
-        let mut batch = batch(firmware, firmware.options().queues);
-        for object in which.iter().filter_map(|index| queues.object(*index)) {
-            batch.push(object.query_request());
-        }
-        Stage::Ask { batch, which }
+        Stage::Ask { batch: queues.query_batch(firmware, &which), which }
     }
 
     /// Queues that run already, because they could not be stopped: kicks reach them again.
@@ -275,17 +265,9 @@ impl Starting {
     }
 
     fn destroy(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
-        let mut batch = batch(firmware, firmware.options().lifecycle);
-        for index in queues.with_object(&self.remake) {
-            if let Some(object) = queues.object(index) {
-                batch.push(object.destroy_request());
-            }
-        }
-        // Their places may be needed.
-        for orphan in &queues.orphans {
-            batch.push(orphan.destroy_request());
-        }
-        Stage::Destroy { batch }
+        let which = queues.with_object(&self.remake);
+        let batch = queues.end_batch(firmware, firmware.options().lifecycle, &which);
+        Stage::Destroy { batch, which }
     }
 
     fn ready(&mut self, firmware: &Firmware, queues: &Queues) -> Stage {
@@ -300,7 +282,7 @@ impl Starting {
                 continue;
             }
             let Some((fields, hold)) = queues.wanted(index) else { continue };
-            let ready = Item::Ready { index, fields, hold: hold.clone() };
+            let ready = Item { index, fields, hold, starts: true };
             // From INIT the fields have to go first.
             let first = match object.state {
                 ObjectState::Init => object.fields_request(&fields),
@@ -309,7 +291,7 @@ impl Starting {
             match first {
                 Some(first) => {
                     let first = batch.push(first);
-                    items.push(Item::Fields { index, fields, hold });
+                    items.push(Item { starts: false, ..ready.clone() });
                     batch.push_after(object.ready_request(&fields), first);
                 }
                 None => {
@@ -331,14 +313,9 @@ impl Starting {
         if failed.is_empty() {
             return self.table_in(firmware, queues);
         }
-        let mut batch = batch(firmware, firmware.options().queues);
-        for (index, _) in &failed {
-            queues.settle(firmware, *index);
-            if let Some(object) = queues.object(*index) {
-                batch.push(object.query_request());
-            }
-        }
-        Stage::Look { batch, failed }
+        let which: Vec<usize> = failed.iter().map(|(index, _)| *index).collect();
+        which.iter().for_each(|index| queues.settle(firmware, *index));
+        Stage::Look { batch: queues.query_batch(firmware, &which), failed }
     }
 
     fn looked(

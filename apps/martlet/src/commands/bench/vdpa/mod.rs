@@ -13,7 +13,7 @@ use crate::view::number::size;
 use crate::view::table::Table;
 use downtime::DowntimeJson;
 use martlet_mlx5::Deletion;
-use martlet_mlx5::options::{LinkNotifier, Options, Pace, UNREGISTER_WAIT};
+use martlet_mlx5::options::{LinkNotifier, Options, Pace};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_model::Latencies;
 use martlet_vdpa::VdpaDevice;
@@ -126,7 +126,7 @@ struct Switching {
 
 /// Suspend and resume in four ways: before the series, its first step, the series, all steps.
 fn switching(args: &BenchVdpaArgs, memory: &Memory) -> Result<[Switching; 4], Failure> {
-    let notifier = LinkNotifier::Unregistered { wait: UNREGISTER_WAIT };
+    let notifier = LinkNotifier::Unregistered;
     let unregistered = Options { link_notifier: notifier, ..Options::LINUX_6_12 };
     let way = |name, options| switch(name, args, memory, options);
     Ok([
