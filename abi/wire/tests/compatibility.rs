@@ -5,7 +5,8 @@ use martlet_wire::frame::{FrameHeader, Kind, encode};
 use martlet_wire::hello::{Hello, HelloError, HelloReply, OUR_VERSIONS, Status, Versions};
 use minicbor::Encode;
 
-/// A [`Commit`] as a later version may send it.
+/// A [`Commit`] as a later version may send it: all of today's fields, then the next free number,
+/// and one further on. Whoever gives a message that number moves it here too.
 #[derive(Encode)]
 #[cbor(map)]
 struct NewerCommit {
@@ -15,7 +16,9 @@ struct NewerCommit {
     last_round: u32,
     #[n(2)]
     running: bool,
-    #[n(30)]
+    #[n(3)]
+    complete_within_ms: u32,
+    #[n(4)]
     queues: Vec<(u16, u64)>,
     #[n(40)]
     note: Option<String>,
@@ -35,6 +38,7 @@ fn old_reads_new() {
         migration: [7; 16],
         last_round: 4,
         running: false,
+        complete_within_ms: 250,
         queues: vec![(1, 2), (3, 4)],
         note: Some("new".to_owned()),
     };
@@ -44,7 +48,7 @@ fn old_reads_new() {
         migration: MigrationId([7; 16]),
         last_round: 4,
         running: false,
-        complete_within_ms: None,
+        complete_within_ms: Some(250),
     };
     assert_eq!(read, Control::Commit(commit));
 }

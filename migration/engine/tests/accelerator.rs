@@ -43,7 +43,7 @@ fn migrate(faults: Faults) -> (Report, Counters) {
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
     let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
     let source = FakeVmm::booted();
-    std::thread::sleep(Duration::from_millis(100));
+    source.await_writes(1000);
     let options = MigrateOptions {
         channels: Some(2),
         zero_finders: Arc::new(finders),
@@ -54,9 +54,7 @@ fn migrate(faults: Faults) -> (Report, Counters) {
     let report = migration.wait(PATIENCE).expect("a migration ends");
     assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
-    there.pause_by_owner();
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(there.writes_in_memory(), there.writes());
+    there.check_memory();
     (report, model.counters())
 }
 

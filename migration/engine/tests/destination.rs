@@ -38,6 +38,16 @@ fn moves_now(source: &Arc<FakeVmm>, receiver: &Receiver, factory: &FakeFactory) 
     source.quit();
 }
 
+/// A migration to a machine that is being built, and does not get done.
+fn begin_to_build(vmm: &Arc<FakeVmm>, to: &Receiver, factory: &FakeFactory) -> Migration {
+    factory.hold_build.store(true, Ordering::SeqCst);
+    let migration = begin(vmm, to);
+    while factory.builds.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    migration
+}
+
 /// Waits until the next source may come; why the last attempt failed.
 fn last_error(receiver: &Receiver) -> String {
     loop {
@@ -106,11 +116,7 @@ fn a_panic_behind_the_start_takes_no_guest_away() {
 fn a_stop_is_heard_while_a_machine_is_built() {
     let (receiver, factory) = receiver();
     let source = FakeVmm::booted();
-    factory.hold_build.store(true, Ordering::SeqCst);
-    let migration = begin(&source, &receiver);
-    while factory.builds.load(Ordering::SeqCst) == 0 {
-        std::thread::yield_now();
-    }
+    let migration = begin_to_build(&source, &receiver, &factory);
     receiver.stop();
     assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Stopped);
     let report = migration.wait(LIMIT).unwrap();
@@ -125,11 +131,7 @@ fn a_stop_is_heard_while_a_machine_is_built() {
 fn a_machine_that_nobody_wants_any_more_is_not_built_to_its_end() {
     let (receiver, factory) = receiver();
     let source = FakeVmm::booted();
-    factory.hold_build.store(true, Ordering::SeqCst);
-    let migration = begin(&source, &receiver);
-    while factory.builds.load(Ordering::SeqCst) == 0 {
-        std::thread::yield_now();
-    }
+    let migration = begin_to_build(&source, &receiver, &factory);
     migration.cancel();
     assert_eq!(migration.wait(LIMIT).unwrap().outcome, Outcome::Cancelled);
     last_error(&receiver);

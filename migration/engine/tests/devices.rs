@@ -21,7 +21,8 @@ fn scene() -> (Arc<FakeVmm>, Receiver, Arc<FakeFactory>) {
     let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
     let source = FakeVmm::booted();
     source.plug(false);
-    std::thread::sleep(Duration::from_millis(20));
+    source.await_writes(100);
+    check_frames_flow(&source);
     (source, receiver, factory)
 }
 
@@ -38,10 +39,7 @@ fn check(vmm: &FakeVmm) {
     while vmm.poll_suspended().is_pending() {
         std::thread::yield_now();
     }
-    vmm.pause_by_owner();
-    std::thread::sleep(Duration::from_millis(50));
-    let device = vmm.device.writes.load(Ordering::SeqCst);
-    assert_eq!(vmm.writes_in_memory(), vmm.writes() + device);
+    vmm.check_memory();
 }
 
 /// The card goes on passing frames.

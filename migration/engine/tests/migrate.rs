@@ -11,7 +11,7 @@ use martlet_engine::{
 use martlet_transport::{Address, connect};
 use martlet_units::{ByteCount, BytesPerSec};
 use martlet_wire::hello::Hello;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -36,19 +36,12 @@ fn arrived(factory: &FakeFactory) -> Arc<FakeVmm> {
     factory.last.lock().unwrap().clone().expect("a machine was built")
 }
 
-/// Stops the guest and checks that every write it ever made is in its memory.
-fn check_guest(vmm: &FakeVmm) {
-    vmm.pause_by_owner();
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(vmm.writes_in_memory(), vmm.writes());
-}
-
 #[test]
 fn a_running_guest_moves() {
     for channels in [1, 3] {
         let (receiver, factory) = receiver();
         let source = FakeVmm::booted();
-        std::thread::sleep(Duration::from_millis(100));
+        source.await_writes(1000);
         let options = MigrateOptions { channels: Some(channels), ..MigrateOptions::default() };
         let report = migrate(&source, &receiver, options);
         assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
@@ -58,9 +51,9 @@ fn a_running_guest_moves() {
         assert_eq!(report.channels, channels);
         assert!(report.pages.untouched >= fake::PAGES / 2, "{:?}", report.pages);
         assert!(report.blackout.is_some() && report.rounds >= 2, "{report:?}");
-        std::thread::sleep(Duration::from_millis(20));
-        check_guest(&there);
-        assert!(there.writes() > source.writes(), "it went on there");
+        // It goes on there.
+        there.await_writes(source.writes() + 1);
+        there.check_memory();
         source.quit();
         there.quit();
     }
@@ -80,7 +73,7 @@ fn a_slow_rehearsal_is_repeated() {
     let rehearsals = source.rehearsals.load(Ordering::SeqCst);
     let most = u64::from(report.rounds);
     assert!((4..=most).contains(&rehearsals), "{rehearsals} in {most} rounds");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -91,7 +84,7 @@ fn memory_is_compared_when_asked() {
     let report = migrate(&source, &receiver, options);
     assert_eq!(report.memory_equal, Some(true), "{report:?}");
     assert_eq!(report.blackout, None);
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -107,7 +100,7 @@ fn cleaning_up_delays_no_report() {
 fn a_paused_guest_stays_paused() {
     let (receiver, factory) = receiver();
     let source = FakeVmm::booted();
-    std::thread::sleep(Duration::from_millis(20));
+    source.await_writes(100);
     source.pause_by_owner();
     let report = migrate(&source, &receiver, MigrateOptions::default());
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
@@ -129,7 +122,7 @@ fn many_last_pages_go_through_the_lanes() {
     };
     let report = migrate(&source, &receiver, options);
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -155,7 +148,7 @@ fn a_cancelled_guest_stays_and_can_move_later() {
     assert!(matches!(receiver.status(), ReceiveStatus::Listening { last_error: Some(_) }));
     let report = migrate(&source, &receiver, MigrateOptions::default());
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -178,7 +171,7 @@ fn a_destination_that_cannot_load_leaves_the_guest_here() {
     source.fail_save.store(false, Ordering::SeqCst);
     let report = migrate(&source, &receiver, MigrateOptions::default());
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -199,7 +192,7 @@ fn strangers_do_not_disturb() {
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
     // The place is taken now.
     assert!(connect(&receiver.address(), &Hello::control()).is_err());
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -223,7 +216,7 @@ fn a_cancel_ends_the_connecting_at_once() {
     let to = Address::Tcp { host: "127.0.0.1".to_owned(), port };
     let source = FakeVmm::booted();
     let migration = Migration::start(source.clone(), &to, MigrateOptions::default()).unwrap();
-    std::thread::sleep(Duration::from_millis(100));
+    let _greeting = silent.accept().unwrap();
     assert_eq!(migration.progress().status, Status::Setup);
     migration.cancel();
     // Half of what the greeting may take, so that a busy host does not decide.
@@ -238,17 +231,13 @@ fn a_cancel_is_heard_while_the_destination_is_silent() {
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = silent.local_addr().unwrap().port();
     let to = Address::Tcp { host: "127.0.0.1".to_owned(), port };
-    std::thread::spawn(move || {
-        use std::io::Read;
-        let (mut stream, _) = silent.accept().unwrap();
-        stream.read_exact(&mut [0; 64]).unwrap();
-        stream.write_all(&martlet_wire::hello::HelloReply::accept(1).to_bytes()).unwrap();
-        std::thread::sleep(PATIENCE);
-        drop(stream);
-    });
     let source = FakeVmm::booted();
     let migration = Migration::start(source.clone(), &to, MigrateOptions::default()).unwrap();
-    std::thread::sleep(Duration::from_millis(100));
+    let (mut stream, _) = silent.accept().unwrap();
+    stream.read_exact(&mut [0; 64]).unwrap();
+    stream.write_all(&martlet_wire::hello::HelloReply::accept(1).to_bytes()).unwrap();
+    // The header of the setup, which is never answered.
+    stream.read_exact(&mut [0; 16]).unwrap();
     migration.cancel();
     let report = migration.wait(Duration::from_secs(5)).expect("ends at once");
     assert_eq!(report.outcome, Outcome::Cancelled);
@@ -276,7 +265,7 @@ fn a_migration_that_takes_too_long_does_what_its_owner_wants() {
     }
     let report = migrate(&source, &receiver, endless(Then::Stop));
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 /// A guest that ends itself in the middle of its migration is no owner's cancel.

@@ -39,13 +39,6 @@ fn arrived(factory: &FakeFactory) -> Arc<FakeVmm> {
     factory.last.lock().unwrap().clone().expect("a machine was built")
 }
 
-/// Stops the guest and checks that every write it ever made is in its memory.
-fn check_guest(vmm: &FakeVmm) {
-    vmm.pause_by_owner();
-    std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(vmm.writes_in_memory(), vmm.writes());
-}
-
 fn rdma(rdma: RdmaOptions) -> MigrateOptions {
     MigrateOptions { rdma, ..MigrateOptions::default() }
 }
@@ -76,8 +69,7 @@ fn a_running_guest_moves_by_rdma() {
             let used = report.rdma.unwrap();
             assert_eq!((used.fell_back, used.pages_again), (None, 0));
             assert!(used.device.unwrap().starts_with("soft"));
-            std::thread::sleep(Duration::from_millis(20));
-            check_guest(&there);
+            there.check_memory();
             source.quit();
             there.quit();
         }
@@ -91,7 +83,7 @@ fn memory_is_equal_before_the_guest_runs() {
     let options = MigrateOptions { verify: true, ..rdma(small()) };
     let report = migrate_to(&source, &receiver.address(), options);
     assert_eq!(report.memory_equal, Some(true), "{report:?}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -106,7 +98,7 @@ fn many_last_pages_go_by_rdma() {
     };
     let report = migrate_to(&source, &receiver.address(), options);
     assert_moved(&report);
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -120,7 +112,7 @@ fn a_failed_attempt_leaves_the_guest_here_and_the_next_one_moves_it() {
     source.fail_save.store(false, Ordering::SeqCst);
     let report = migrate_to(&source, &receiver.address(), rdma(small()));
     assert_moved(&report);
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -132,7 +124,7 @@ fn a_queue_pair_that_breaks_in_mid_round_costs_nothing_but_time() {
             let proxy = Proxy::start(&receiver.address(), Fault::Cut { after });
             let source = FakeVmm::booted();
             source.burst.store(50, Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(300));
+            source.await_writes(20_000);
             let options = RdmaOptions { queues, pin_all, ..small() };
             let options = MigrateOptions { verify: true, ..rdma(options) };
             let report = migrate_to(&source, &proxy.address(), options);
@@ -140,7 +132,7 @@ fn a_queue_pair_that_breaks_in_mid_round_costs_nothing_but_time() {
             assert_eq!(report.memory_equal, Some(true));
             let used = report.rdma.unwrap();
             assert!(used.fell_back.is_some(), "after {after}: {used:?}");
-            check_guest(&arrived(&factory));
+            arrived(&factory).check_memory();
             source.quit();
         }
     }
@@ -164,7 +156,7 @@ fn queue_pairs_that_break_in_the_blackout_are_replaced_by_the_stream() {
         assert_moved(&report);
         assert_eq!(report.memory_equal, Some(true));
         assert!(report.rdma.unwrap().fell_back.is_some());
-        check_guest(&arrived(&factory));
+        arrived(&factory).check_memory();
         source.quit();
     }
 }
@@ -178,7 +170,7 @@ fn a_destination_without_queue_pairs_is_served_by_the_stream() {
     assert_moved(&report);
     let reason = report.rdma.unwrap().fell_back.unwrap();
     assert!(reason.contains("refused") || reason.contains("connect"), "{reason}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -190,7 +182,7 @@ fn an_explicit_provider_that_is_missing_is_told() {
     assert_moved(&report);
     let reason = report.rdma.unwrap().fell_back.unwrap();
     assert!(reason.contains("provider ibv"), "{reason}");
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }
 
 #[test]
@@ -203,11 +195,11 @@ fn a_lying_peer_ends_the_attempt_or_rdma_and_harms_no_guest() {
         let report = migrate_to(&source, &proxy.address(), rdma(small()));
         if report.outcome == Outcome::Completed {
             assert!(report.rdma.unwrap().fell_back.is_some(), "{fault:?}");
-            check_guest(&arrived(&factory));
+            arrived(&factory).check_memory();
         } else {
             assert_eq!(report.outcome, Outcome::Failed, "{fault:?}: {report:?}");
             assert!(source.is_running());
-            check_guest(&source);
+            source.check_memory();
         }
         source.quit();
     }
@@ -233,5 +225,5 @@ fn a_tcp_source_is_welcome_at_an_rdma_address() {
     let report = migrate_to(&source, &Address::Tcp { host, port }, MigrateOptions::default());
     assert_moved(&report);
     assert_eq!(report.rdma, None);
-    check_guest(&arrived(&factory));
+    arrived(&factory).check_memory();
 }

@@ -5,15 +5,16 @@
 
 mod fake;
 
+use fake::relay::{self, Caller};
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report, Status, Within};
 use martlet_transport::Address;
 use martlet_units::BytesPerSec;
 use martlet_wire::control::{Control, Pong};
-use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader, Kind, encode};
-use martlet_wire::hello::{HELLO_BYTES, Hello, Role};
+use martlet_wire::frame::{Kind, encode};
+use martlet_wire::hello::Role;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
@@ -41,7 +42,6 @@ enum Then {
 
 /// Stands between a source and a destination.
 struct Way {
-    to: (String, u16),
     from: Kind,
     then: Then,
     begun: Arc<AtomicBool>,
@@ -54,9 +54,7 @@ struct Way {
 
 impl Way {
     fn start(to: &Address, from: Kind, then: Then) -> (Arc<Way>, Address) {
-        let Address::Tcp { host, port } = to.clone() else { panic!("{to}") };
         let way = Arc::new(Way {
-            to: (host, port),
             from,
             then,
             begun: Arc::default(),
@@ -64,18 +62,9 @@ impl Way {
             last_bytes: AtomicU64::new(0),
             to_source: Mutex::new(()),
         });
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // A way, not a store.
-        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 64 << 10).unwrap();
-        let port = listener.local_addr().unwrap().port();
         let ours = Arc::clone(&way);
-        thread::spawn(move || {
-            for client in listener.incoming().flatten() {
-                let way = Arc::clone(&ours);
-                thread::spawn(move || way.serve(client));
-            }
-        });
-        (way, Address::Tcp { host: "127.0.0.1".to_owned(), port })
+        let address = relay::start(to, move |caller| Arc::clone(&ours).serve(caller));
+        (way, address)
     }
 
     fn end(&self) {
@@ -96,40 +85,26 @@ impl Way {
         drop(self.over.1.wait_timeout_while(over, LIMIT, |over| !*over).unwrap());
     }
 
-    fn serve(self: Arc<Way>, mut client: TcpStream) {
-        let mut hello = [0; HELLO_BYTES];
-        if client.read_exact(&mut hello).is_err() {
-            return;
-        }
-        let role = Hello::parse(&hello).unwrap().role;
+    fn serve(self: Arc<Way>, caller: Caller) {
+        let role = caller.role;
         if self.then == Then::Freeze && self.begun.load(Ordering::SeqCst) {
             self.hold();
         }
-        let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
-        for end in [&client, &server] {
-            end.set_nodelay(true).unwrap();
-        }
-        server.write_all(&hello).unwrap();
+        let (client, server) = caller.connect();
         let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
         let way = Arc::clone(&self);
         thread::spawn(move || way.pass(back, out, role, false));
         if role == Role::CONTROL {
-            self.pass_messages(client, server);
+            self.pass_messages(&client, server);
         } else {
             self.pass(client, server, role, true);
         }
     }
 
     /// The source's messages, one by one.
-    fn pass_messages(self: Arc<Way>, mut client: TcpStream, mut server: TcpStream) {
-        let mut frame = vec![0; FRAME_HEADER_BYTES];
-        while client.read_exact(&mut frame[..FRAME_HEADER_BYTES]).is_ok() {
-            let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
-            frame.resize(FRAME_HEADER_BYTES + header.body_bytes(), 0);
-            if client.read_exact(&mut frame[FRAME_HEADER_BYTES..]).is_err() {
-                break;
-            }
-            let begins = header.kind() == self.from && !self.begun.swap(true, Ordering::SeqCst);
+    fn pass_messages(self: Arc<Way>, client: &TcpStream, mut server: TcpStream) {
+        relay::messages(client, |kind, frame| {
+            let begins = kind == self.from && !self.begun.swap(true, Ordering::SeqCst);
             if begins && self.then == Then::Flood {
                 let (way, mut to) = (Arc::clone(&self), client.try_clone().unwrap());
                 // The first of them before the destination can answer.
@@ -139,11 +114,8 @@ impl Way {
             if self.then == Then::Freeze && self.begun.load(Ordering::SeqCst) {
                 self.hold();
             }
-            if server.write_all(&frame).is_err() {
-                break;
-            }
-            frame.resize(FRAME_HEADER_BYTES, 0);
-        }
+            server.write_all(frame).is_ok()
+        });
     }
 
     fn pass(&self, mut from: TcpStream, mut to: TcpStream, role: Role, forth: bool) {
@@ -321,9 +293,7 @@ fn a_stop_is_called_off_when_the_link_gets_slow() {
     let report = slow.wait(LIMIT);
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
     let there = slow.factory.last.lock().unwrap().clone().unwrap();
-    there.pause_by_owner();
-    thread::sleep(Duration::from_millis(50));
-    assert_eq!(there.writes_in_memory(), there.writes(), "no write was lost");
+    there.check_memory();
     slow.source.quit();
     there.quit();
 }

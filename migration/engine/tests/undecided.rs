@@ -4,15 +4,16 @@
 
 mod fake;
 
+use fake::relay::{self, Caller};
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
     MigrateOptions, Migration, OperatorOverride, OperatorsWord, Receiver, Status,
 };
 use martlet_transport::Address;
-use martlet_wire::frame::{FRAME_HEADER_BYTES, FrameHeader, Kind};
-use martlet_wire::hello::{HELLO_BYTES, Hello, Role};
+use martlet_wire::frame::Kind;
+use martlet_wire::hello::Role;
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
@@ -33,7 +34,6 @@ enum Commit {
 /// Stands between the two sides, breaks the control connection at the commit, and holds queries
 /// back until they are let through.
 struct Proxy {
-    to: (String, u16),
     commit: Commit,
     /// Whether they are let through, and how many came.
     queries: Mutex<(bool, u32)>,
@@ -44,24 +44,15 @@ struct Proxy {
 
 impl Proxy {
     fn start(to: &Address, commit: Commit) -> (Arc<Proxy>, Address) {
-        let Address::Tcp { host, port } = to.clone() else { panic!("{to}") };
         let proxy = Arc::new(Proxy {
-            to: (host, port),
             commit,
             queries: Mutex::default(),
             gone: AtomicBool::new(false),
             changed: Condvar::new(),
         });
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
         let ours = Arc::clone(&proxy);
-        thread::spawn(move || {
-            for client in listener.incoming().flatten() {
-                let proxy = Arc::clone(&ours);
-                thread::spawn(move || proxy.serve(client));
-            }
-        });
-        (proxy, Address::Tcp { host: "127.0.0.1".to_owned(), port })
+        let address = relay::start(to, move |caller| ours.serve(caller));
+        (proxy, address)
     }
 
     fn let_queries_through(&self) {
@@ -69,16 +60,11 @@ impl Proxy {
         self.changed.notify_all();
     }
 
-    fn serve(&self, mut client: TcpStream) {
+    fn serve(&self, caller: Caller) {
         if self.gone.load(Ordering::SeqCst) {
             return;
         }
-        let mut hello = [0; HELLO_BYTES];
-        if client.read_exact(&mut hello).is_err() {
-            return;
-        }
-        let role = Hello::parse(&hello).unwrap().role;
-        if role == Role::QUERY {
+        if caller.role == Role::QUERY {
             let mut queries = self.queries.lock().unwrap();
             queries.1 += 1;
             self.changed.notify_all();
@@ -87,13 +73,10 @@ impl Proxy {
                 return;
             }
         }
-        let mut server = TcpStream::connect((self.to.0.as_str(), self.to.1)).unwrap();
-        for end in [&client, &server] {
-            end.set_nodelay(true).unwrap();
-        }
-        server.write_all(&hello).unwrap();
-        if role == Role::CONTROL {
-            return self.pass_until_commit(client, server);
+        let is_control = caller.role == Role::CONTROL;
+        let (client, server) = caller.connect();
+        if is_control {
+            return self.pass_until_commit(&client, server);
         }
         let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
         let answers = thread::spawn(move || pass(back, out, &AtomicBool::new(false)));
@@ -101,26 +84,17 @@ impl Proxy {
         let _ = answers.join();
     }
 
-    fn pass_until_commit(&self, mut client: TcpStream, mut server: TcpStream) {
+    fn pass_until_commit(&self, client: &TcpStream, mut server: TcpStream) {
         let cut = Arc::new(AtomicBool::new(false));
         let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
         let is_cut = Arc::clone(&cut);
         let answers = thread::spawn(move || pass(back, out, &is_cut));
-        let mut frame = vec![0; FRAME_HEADER_BYTES];
-        while client.read_exact(&mut frame[..FRAME_HEADER_BYTES]).is_ok() {
-            let header = FrameHeader::parse(frame.first_chunk().unwrap()).unwrap();
-            frame.resize(FRAME_HEADER_BYTES + header.body_bytes(), 0);
-            if client.read_exact(&mut frame[FRAME_HEADER_BYTES..]).is_err() {
-                break;
-            }
-            let is_commit = header.kind() == Kind::COMMIT;
+        relay::messages(client, |kind, frame| {
+            let is_commit = kind == Kind::COMMIT;
             cut.fetch_or(is_commit, Ordering::SeqCst);
             let is_lost = is_commit && self.commit == Commit::Lost;
-            if is_lost || server.write_all(&frame).is_err() || is_commit {
-                break;
-            }
-            frame.resize(FRAME_HEADER_BYTES, 0);
-        }
+            !(is_lost || server.write_all(frame).is_err() || is_commit)
+        });
         let _ = client.shutdown(Shutdown::Both);
         if self.commit == Commit::Lost {
             let _ = server.shutdown(Shutdown::Both);

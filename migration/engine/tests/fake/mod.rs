@@ -2,6 +2,8 @@
 #![allow(unsafe_code, dead_code, unreachable_pub, missing_docs)]
 // UNSAFETY: the fake guest writes its memory through the region's pointers, as vCPUs do.
 
+pub mod relay;
+
 use martlet_engine::{
     BuildRequest, DestinationFactory, DestinationVmm, Error, GuestCheck, LoadFor, Paused,
     Rehearsal, Report, RunState, SourceVmm,
@@ -195,6 +197,22 @@ impl FakeVmm {
     pub fn pause_by_owner(&self) {
         self.core.lock().unwrap().paused_by_owner = true;
         self.stop_request.store(true, Ordering::SeqCst);
+    }
+
+    /// Stops the guest and checks that every write it ever made, and its card's, is in its memory.
+    pub fn check_memory(&self) {
+        self.pause_by_owner();
+        let core = self.core.lock().unwrap();
+        drop(self.changed.wait_while(core, |core| !core.out).unwrap());
+        let device = self.device.writes.load(Ordering::SeqCst);
+        assert_eq!(self.writes_in_memory(), self.writes() + device, "no write was lost");
+    }
+
+    /// Waits until the guest has made so many writes.
+    pub fn await_writes(&self, count: u64) {
+        while self.writes() < count {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     pub fn is_running(&self) -> bool {
