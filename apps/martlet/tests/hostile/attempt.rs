@@ -4,7 +4,7 @@ use crate::support::Dir;
 use crate::support::process::Process;
 use crate::wire::{
     ABANDON, CHANNELS_READY, CONTROL, DATA, Listener, PING, PONG, Peer, REHEARSE, ROUND_RECEIVED,
-    SETUP, SETUP_DONE, Value, barrier, hello, map, message,
+    SETUP, SETUP_DONE, Value, barrier, hello, map, message, next_barrier,
 };
 use serde_json::json;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -44,7 +44,7 @@ pub(crate) fn captured_state() -> (Value, Value) {
     let (mut channel, role, _) = listener.accept();
     assert_eq!(role, DATA);
     control.say(&message(CHANNELS_READY, &map([]))).expect("it reads");
-    channel.skip_round();
+    next_barrier(&mut channel.0).expect("a round");
     control.say(&message(ROUND_RECEIVED, &map([(0, Value::Number(0))]))).expect("it reads");
     loop {
         match control.hear().expect("a rehearsal") {

@@ -11,18 +11,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What a flood may cost beyond what an honest migration does.
-const MEMORY_MAX: u64 = 64 << 20;
+pub(crate) const MEMORY_MAX: u64 = 64 << 20;
 /// How long it is endured before it is looked at.
-const FLOOD: Duration = Duration::from_secs(2);
+pub(crate) const FLOOD: Duration = Duration::from_secs(2);
 
 /// Writes the same bytes for ever, until the connection breaks or it is dropped.
-struct Flood {
+pub(crate) struct Flood {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Flood {
-    fn new(stream: &TcpStream, bytes: Vec<u8>) -> Flood {
+    pub(crate) fn new(stream: &TcpStream, bytes: Vec<u8>) -> Flood {
         let mut stream = stream.try_clone().expect("a socket");
         stream.set_write_timeout(Some(Duration::from_millis(100))).expect("a socket");
         let stop = Arc::new(AtomicBool::new(false));

@@ -7,8 +7,11 @@
 mod attempt;
 mod connections;
 mod floods;
+mod floods_back;
 mod liars;
+mod played;
 mod promises;
+mod slow;
 #[path = "../support/mod.rs"]
 mod support;
 mod threads;

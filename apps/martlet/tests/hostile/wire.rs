@@ -1,6 +1,7 @@
 //! Speaks the wire by itself, as docs/protocol.md lays it out and not through martlet's own crates:
 //! so it can say what they would not.
 
+use rustix::net::sockopt::set_socket_recv_buffer_size;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -24,6 +25,7 @@ pub(crate) const REHEARSE: u16 = 5;
 pub(crate) const REHEARSED: u16 = 6;
 pub(crate) const SWITCHOVER_SOON: u16 = 7;
 pub(crate) const FINAL_STATE: u16 = 8;
+pub(crate) const DIGEST: u16 = 10;
 pub(crate) const COMMIT: u16 = 11;
 pub(crate) const COMMITTED: u16 = 12;
 pub(crate) const COMMIT_REFUSED: u16 = 13;
@@ -37,6 +39,9 @@ pub(crate) const ANSWER: u16 = 19;
 /// What an `Answer` says of an attempt.
 pub(crate) const UNKNOWN: u64 = 0;
 pub(crate) const ABANDONED: u64 = 2;
+
+/// What the kernel holds for a played destination that does not read.
+const RECEIVE_BYTES: usize = 64 << 10;
 
 const HELLO_BYTES: usize = 64;
 const REPLY_BYTES: usize = 32;
@@ -92,10 +97,10 @@ pub(crate) fn pages_of_zeros(count: u32) -> Vec<u8> {
 }
 
 /// Reads a data channel to the next end of a round, and throws the pages away.
-pub(crate) fn next_barrier(channel: &mut Peer) -> io::Result<u32> {
+pub(crate) fn next_barrier(channel: &mut impl Read) -> io::Result<u32> {
     loop {
         let mut header = [0; 32];
-        channel.0.read_exact(&mut header)?;
+        channel.read_exact(&mut header)?;
         assert_eq!(&header[..4], b"mPGS");
         let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four"));
         let (kind, round, runs, payload) = (header[4], number(8), number(12), number(16));
@@ -103,7 +108,7 @@ pub(crate) fn next_barrier(channel: &mut Peer) -> io::Result<u32> {
             return Ok(round);
         }
         let rest = u64::from(runs) * 16 + u64::from(payload);
-        io::copy(&mut Read::by_ref(&mut channel.0).take(rest), &mut io::sink())?;
+        io::copy(&mut Read::by_ref(channel).take(rest), &mut io::sink())?;
     }
 }
 
@@ -283,22 +288,9 @@ impl Peer {
         }
     }
 
-    /// Reads a data channel up to its next barrier, and throws it all away.
-    pub(crate) fn skip_round(&mut self) {
-        loop {
-            let mut header = [0; BARRIER_BYTES];
-            self.0.read_exact(&mut header).expect("a frame");
-            assert_eq!(&header[..4], b"mPGS");
-            if header[4] == 2 {
-                return;
-            }
-            let number = |at: usize| {
-                u64::from(u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes")))
-            };
-            let rest = 16 * number(12) + number(16);
-            let skipped = io::copy(&mut (&mut self.0).take(rest), &mut io::sink());
-            assert_eq!(skipped.expect("a payload"), rest);
-        }
+    /// The same connection once more.
+    pub(crate) fn twin(&self) -> Peer {
+        Peer(self.0.try_clone().expect("a socket"))
     }
 
     /// Waits until the listener closes the connection; whatever it says before is thrown away.
@@ -324,14 +316,22 @@ pub(crate) struct Listener(TcpListener);
 impl Listener {
     pub(crate) fn new() -> (Listener, u16) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        // Little is on its way to who reads nothing.
+        set_socket_recv_buffer_size(&listener, RECEIVE_BYTES).expect("a size");
         let port = listener.local_addr().expect("bound").port();
         (Listener(listener), port)
     }
 
+    /// Accepts a connection of which nothing is known.
+    pub(crate) fn accept_silent(&self) -> Peer {
+        let (stream, _) = self.0.accept().expect("a connection");
+        stream.set_read_timeout(Some(COMES_MAX)).expect("a socket");
+        Peer(stream)
+    }
+
     /// Accepts a connection and its hello, whose role and channel are returned.
     pub(crate) fn accept(&self) -> (Peer, u16, u16) {
-        let (mut stream, _) = self.0.accept().expect("a connection");
-        stream.set_read_timeout(Some(COMES_MAX)).expect("a socket");
+        let Peer(mut stream) = self.accept_silent();
         let mut hello = [0; HELLO_BYTES];
         stream.read_exact(&mut hello).expect("a hello");
         let mut reply = [0; REPLY_BYTES];
