@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use martlet_dsa_abi::{Descriptor, Flags, Opcode, Status};
+use martlet_test_host::Want;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -117,13 +118,9 @@ fn program() -> String {
 /// What the program printed; `None`, with a reason, where there is no compiler or no header.
 fn probe(directory: &Path) -> Option<HashMap<String, u64>> {
     if !Path::new("/usr/include/linux/idxd.h").exists() {
-        eprintln!("skipped: no linux/idxd.h (package linux-libc-dev)");
-        return None;
+        return Want::IdxdHeader.take(Err("no linux/idxd.h (package linux-libc-dev)"));
     }
-    if Command::new("cc").arg("--version").output().is_err() {
-        eprintln!("skipped: no C compiler `cc`");
-        return None;
-    }
+    Want::IdxdHeader.take(Command::new("cc").arg("--version").output())?;
     let (source, binary) = (directory.join("probe.c"), directory.join("probe"));
     std::fs::write(&source, program()).unwrap();
     let built = Command::new("cc").arg(&source).arg("-o").arg(&binary).output().unwrap();

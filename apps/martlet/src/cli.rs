@@ -11,6 +11,7 @@ pub(crate) use vdpa::{VdpaArg, VdpaLatency, VdpaModel};
 
 use crate::accelerator::ZeroCheckArg;
 use crate::control::Verdict;
+use crate::failure::EXIT_STATUS_HELP;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use martlet_engine::{Provider, RdmaOptions, Then};
@@ -35,18 +36,17 @@ pub(crate) const CHANNELS_MAX: u16 = 128;
 /// Most runs of a demo.
 const RUNS_MAX: u32 = 100_000;
 
+const START_HERE: &str = "\
+Start here:
+  martlet demo                 see a guest move between two processes of this host
+  martlet COMMAND --help       options and examples of a command";
+
 /// Live migration of KVM guests with the shortest blackout that the hardware allows.
 #[derive(Debug, Parser)]
 #[command(
     name = "martlet",
     version,
-    after_help = "\
-Start here:
-  martlet demo                 see a guest move between two processes of this host
-  martlet COMMAND --help       options and examples of a command
-
-Exit status: 0 it was done, 1 it was not, 2 the command line can't be meant, 3 called off by its
-owner, 4 undecided which side has the guest."
+    after_help = format!("{START_HERE}\n\n{EXIT_STATUS_HELP}")
 )]
 pub(crate) struct Cli {
     /// What to log on stderr: error, warn, info, debug, trace, or a filter such as
@@ -231,7 +231,8 @@ pub(crate) struct RunArgs {
     /// Command line of the kernel.
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
-    /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
+    /// Where the serial port goes: stdio, file:PATH (a file or a FIFO, no link),
+    /// unix:PATH, none.
     #[arg(long, value_name = "WHERE", default_value = "none")]
     pub(crate) serial: SerialArg,
     /// Leave the guest paused until `cont`.
@@ -258,7 +259,8 @@ pub(crate) struct ReceiveArgs {
     /// and initrd, some MiB for the built-in guest. Default: what this host has.
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     pub(crate) memory_max: Option<ByteCount>,
-    /// Where the serial port goes: stdio, file:PATH (may be a FIFO), unix:PATH, none.
+    /// Where the serial port goes: stdio, file:PATH (a file or a FIFO, no link),
+    /// unix:PATH, none.
     #[arg(long, value_name = "WHERE", default_value = "none")]
     pub(crate) serial: SerialArg,
     #[command(flatten)]

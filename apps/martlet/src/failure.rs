@@ -1,17 +1,37 @@
 //! Why a command ends without success, and with which exit status.
 
 use crate::report_json::OutcomeJson;
+use martlet_qmp::ClientError;
+pub(crate) use martlet_qmp::one_line;
 use std::error::Error;
 use std::io;
+use std::process::ExitCode;
 
-/// Exit status for a migration that failed, and for everything else that went wrong.
-const EXIT_FAILURE: u8 = 1;
-/// Exit status for a command line that can't be meant.
-pub(crate) const EXIT_USAGE: u8 = 2;
-/// Exit status for what its owner called off: the guest is where it was.
-const EXIT_CANCELLED: u8 = 3;
-/// Exit status where it is not known which side has the guest.
-const EXIT_UNDECIDED: u8 = 4;
+/// With which status the command ends. Numbers are an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExitStatus {
+    /// It was done; of a migration, the guest moved.
+    Done = 0,
+    /// It was not done, the guest is where it was; or a guest that moved was damaged.
+    Failed = 1,
+    /// The command line can't be meant, and nothing was begun.
+    Usage = 2,
+    /// Its owner called it off: the guest is where it was.
+    Cancelled = 3,
+    /// It is not known which side has the guest, or it was given up here.
+    Undecided = 4,
+}
+
+/// The same for people, under `--help`.
+pub(crate) const EXIT_STATUS_HELP: &str = "\
+Exit status: 0 it was done, 1 it was not, 2 the command line can't be meant, 3 called off by its
+owner, 4 undecided which side has the guest.";
+
+impl From<ExitStatus> for ExitCode {
+    fn from(status: ExitStatus) -> ExitCode {
+        ExitCode::from(status as u8)
+    }
+}
 
 /// Why a command ends without success.
 #[derive(Debug, thiserror::Error)]
@@ -38,18 +58,18 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// With which status the command ends.
-    pub(crate) fn exit_status(&self) -> u8 {
+    pub(crate) fn exit_status(&self) -> ExitStatus {
         match self {
-            Failure::Usage(_) => EXIT_USAGE,
-            Failure::Output(_) if self.is_said() => 0,
-            Failure::Failed(_) | Failure::Output(_) => EXIT_FAILURE,
-            Failure::Cancelled(_) => EXIT_CANCELLED,
-            Failure::Undecided(_) => EXIT_UNDECIDED,
+            Failure::Usage(_) => ExitStatus::Usage,
+            Failure::Output(_) if self.is_said() => ExitStatus::Done,
+            Failure::Failed(_) | Failure::Output(_) => ExitStatus::Failed,
+            Failure::Cancelled(_) => ExitStatus::Cancelled,
+            Failure::Undecided(_) => ExitStatus::Undecided,
             Failure::Reported(outcome) => match outcome {
                 // It moved, and what moved is not what it was.
-                OutcomeJson::Completed | OutcomeJson::Failed => EXIT_FAILURE,
-                OutcomeJson::Cancelled => EXIT_CANCELLED,
-                OutcomeJson::Undecided | OutcomeJson::GivenUp => EXIT_UNDECIDED,
+                OutcomeJson::Completed | OutcomeJson::Failed => ExitStatus::Failed,
+                OutcomeJson::Cancelled => ExitStatus::Cancelled,
+                OutcomeJson::Undecided | OutcomeJson::GivenUp => ExitStatus::Undecided,
             },
         }
     }
@@ -82,6 +102,12 @@ impl Failure {
     }
 }
 
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Failure {
+        Failure::Failed(error.to_string())
+    }
+}
+
 /// An error and its sources, in one line. A source that the error's own text already contains is
 /// not said twice.
 pub(crate) fn chain(error: &dyn Error) -> String {
@@ -98,12 +124,6 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     one_line(&line)
 }
 
-/// The text without line breaks and control characters, which a peer may have put there.
-pub(crate) fn one_line(text: &str) -> String {
-    let clean = |c: char| if c.is_control() { ' ' } else { c };
-    text.trim().chars().map(clean).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,6 +131,30 @@ mod tests {
     #[derive(Debug, thiserror::Error)]
     #[error("open the kernel")]
     struct Outer(#[source] io::Error);
+
+    #[test]
+    fn each_end_has_its_exit_status() {
+        let text = String::new;
+        let output = |kind: io::ErrorKind| Failure::Output(kind.into());
+        for (failure, status) in [
+            (output(io::ErrorKind::BrokenPipe), 0),
+            (output(io::ErrorKind::StorageFull), 1),
+            (Failure::Failed(text()), 1),
+            (Failure::Reported(OutcomeJson::Completed), 1),
+            (Failure::Reported(OutcomeJson::Failed), 1),
+            (Failure::Usage(text()), 2),
+            (Failure::Cancelled(text()), 3),
+            (Failure::Reported(OutcomeJson::Cancelled), 3),
+            (Failure::Undecided(text()), 4),
+            (Failure::Reported(OutcomeJson::Undecided), 4),
+            (Failure::Reported(OutcomeJson::GivenUp), 4),
+        ] {
+            assert_eq!(failure.exit_status() as u8, status, "{failure:?}");
+        }
+        for status in 0..=4 {
+            assert!(EXIT_STATUS_HELP.contains(&format!(" {status} ")), "{status} is explained");
+        }
+    }
 
     #[test]
     fn a_chain_is_one_line_without_repetition() {

@@ -23,7 +23,7 @@ mod vm;
 use clap::Parser;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
-use failure::Failure;
+use failure::{ExitStatus, Failure};
 use log::{Log, note};
 use martlet_transport::SocketFile;
 use signals::{Held, Signal};
@@ -102,7 +102,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
-            ExitCode::from(failure::EXIT_USAGE)
+            ExitStatus::Usage.into()
         }
         _ => conclude(Err(Failure::Usage(cli::one_line(error)))),
     }
@@ -113,7 +113,7 @@ fn conclude(result: Result<(), Failure>) -> ExitCode {
     if !failure.is_said() {
         note(format_args!("{}", failure::one_line(&failure.to_string())));
     }
-    ExitCode::from(failure.exit_status())
+    failure.exit_status().into()
 }
 
 /// Writes to standard output at once.

@@ -7,11 +7,19 @@ use crate::report_json::ReportJson;
 use crate::view::number::millis;
 use crate::view::svg;
 use crate::view::timeline::Timeline;
+use martlet_transport::wait_any;
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::OFlags;
 use serde::Serialize;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long the reader of a picture that goes into a pipe may take for it.
+const READER_MAX: Duration = Duration::from_secs(10);
 
 /// Writes to standard output. If that does not work it is said, once. A reader that is gone had
 /// enough: that is not worth a line.
@@ -43,10 +51,15 @@ pub(crate) struct Picture {
 }
 
 impl Picture {
-    /// Opens it, if one was asked for. What stands at its path stays until it is drawn.
+    /// Opens it, if one was asked for. What stands at its path stays until it is drawn. A FIFO must
+    /// have its reader: nobody is waited for.
     pub(crate) fn open(path: Option<&Path>) -> Result<Option<Picture>, Failure> {
         let Some(path) = path.map(Path::to_owned) else { return Ok(None) };
-        let open = |is_new: bool| OpenOptions::new().write(true).create_new(is_new).open(&path);
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let open = |is_new: bool| {
+            let mut options = OpenOptions::new();
+            options.write(true).create_new(is_new).custom_flags(flags).open(&path)
+        };
         let opened = match open(true) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 open(false).map(|f| (f, false))
@@ -73,18 +86,33 @@ impl Picture {
 
     /// Writes it. If that does not work, it is said.
     pub(crate) fn put(&mut self, text: &str) {
-        match self.write(text) {
+        match self.write(text, Instant::now() + READER_MAX) {
             Ok(()) => self.is_new = false,
             Err(error) => note(format_args!("cannot write {}: {error}", self.path.display())),
         }
     }
 
-    fn write(&mut self, text: &str) -> io::Result<()> {
+    fn write(&mut self, text: &str, deadline: Instant) -> io::Result<()> {
         // What is no file, as a pipe, has no length to set.
         if self.file.metadata()?.is_file() {
             self.file.set_len(0)?;
         }
-        self.file.write_all(text.as_bytes())
+        let mut rest = text.as_bytes();
+        while !rest.is_empty() {
+            match self.file.write(rest) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(written) => rest = &rest[written..],
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if !wait_any(&mut [PollFd::new(&self.file, PollFlags::OUT)], left)? {
+                        return Err(io::Error::new(ErrorKind::TimedOut, "nobody reads it"));
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -93,5 +121,28 @@ impl Drop for Picture {
         if self.is_new {
             let _ = std::fs::remove_file(&self.path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    #[test]
+    fn a_pipe_is_not_waited_for() {
+        let name = format!("martlet-picture-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let unread = Picture::open(Some(&path)).unwrap_err().to_string();
+        assert!(unread.contains("cannot write it"), "{unread}");
+        let reader = File::options().read(true).write(true).open(&path).unwrap();
+        let mut picture = Picture::open(Some(&path)).unwrap().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let text = "x".repeat(1 << 20);
+        let error = picture.write(&text, Instant::now()).unwrap_err();
+        assert_eq!(error.to_string(), "nobody reads it");
+        drop(reader);
+        assert_eq!(picture.write(&text, Instant::now()).unwrap_err().kind(), ErrorKind::BrokenPipe);
     }
 }

@@ -12,6 +12,13 @@ use martlet_wire::control::{Abandon, Answer, Commit, Fate, InstanceId};
 /// this crate and nowhere else.
 ///
 /// Dropping it is allowed and means that the guest will never run again.
+///
+/// ```compile_fail
+/// use martlet_protocol::RunPermit;
+/// fn copy(permit: &RunPermit) -> RunPermit {
+///     permit.clone()
+/// }
+/// ```
 #[derive(Debug)]
 #[must_use = "a guest whose permit is dropped can never run again"]
 pub struct RunPermit {

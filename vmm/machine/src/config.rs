@@ -51,7 +51,8 @@ pub enum Tracking {
 pub enum SerialOut {
     /// This process's standard output, and its standard input if that is a terminal.
     Stdio,
-    /// A file, appended to, or a FIFO. Output only.
+    /// A file, appended to, or a FIFO; not a symbolic link. A new one is its owner's alone. Output
+    /// only.
     File(PathBuf),
     /// A listening socket for one client at a time, both directions.
     Unix(PathBuf),

@@ -6,7 +6,6 @@
 
 mod guest;
 mod heartbeat;
-mod qmp;
 mod vmm;
 
 use serde_json::{Value, json};

@@ -1,8 +1,8 @@
 //! Starting the VMMs, moving the guest, and what the processes used.
 
 use super::heartbeat::{Heartbeat, Side};
-use super::qmp::Qmp;
 use super::{Options, Outcome, guest};
+use martlet_qmp::{Client, ClientError};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long a guest may take to fill its memory, and a migration to end.
-const PATIENCE: Duration = Duration::from_secs(120);
+const COMES_MAX: Duration = Duration::from_secs(120);
+/// How long a VMM may take to open its control socket.
+const START_MAX: Duration = Duration::from_secs(20);
 /// The guest runs this long before it is moved, and after.
 const SETTLE: Duration = Duration::from_millis(300);
 
@@ -126,21 +128,21 @@ pub(super) fn migrate(peer: &Peer, kernel: &Path, options: &Options) -> Result<O
     let source = Process::start(command(peer, kernel, options, &scratch, "source", &uri))?;
     let destination =
         Process::start(command(peer, kernel, options, &scratch, "destination", &uri))?;
-    let mut here = Qmp::connect(&scratch.join("source.qmp"))?;
-    let mut there = Qmp::connect(&scratch.join("destination.qmp"))?;
-    heartbeat.wait_ready(PATIENCE)?;
+    let mut here = connect(&scratch.join("source.qmp"))?;
+    let mut there = connect(&scratch.join("destination.qmp"))?;
+    heartbeat.wait_ready(COMES_MAX)?;
     std::thread::sleep(SETTLE);
     prepare(peer, &mut here, &mut there, options, &uri)?;
 
     let cpu_before = [source.cpu(), destination.cpu()];
     let began = Instant::now();
-    here.execute("migrate", &json!({"uri": uri}))?;
+    execute(&mut here, "migrate", &json!({"uri": uri}))?;
     loop {
-        let info = here.execute("query-migrate", &json!({}))?;
+        let info = execute(&mut here, "query-migrate", &json!({}))?;
         match info["status"].as_str() {
             Some("completed") => break,
             Some("failed") => return Err(format!("the migration failed: {}", info["error-desc"])),
-            _ if began.elapsed() > PATIENCE => return Err("the migration does not end".to_owned()),
+            _ if began.elapsed() > COMES_MAX => return Err("the migration does not end".to_owned()),
             _ => std::thread::sleep(Duration::from_millis(5)),
         }
     }
@@ -160,10 +162,28 @@ pub(super) fn migrate(peer: &Peer, kernel: &Path, options: &Options) -> Result<O
     })
 }
 
+/// Connects as soon as the socket is there.
+fn connect(path: &Path) -> Result<Client, String> {
+    let deadline = Instant::now() + START_MAX;
+    loop {
+        match Client::connect(path) {
+            Ok(client) => return Ok(client),
+            Err(ClientError::NoServer { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+fn execute(client: &mut Client, command: &str, arguments: &Value) -> Result<Value, String> {
+    client.execute(command, arguments).map_err(|error| format!("{command}: {error}"))
+}
+
 fn prepare(
     peer: &Peer,
-    here: &mut Qmp,
-    there: &mut Qmp,
+    here: &mut Client,
+    there: &mut Client,
     options: &Options,
     uri: &str,
 ) -> Result<(), String> {
@@ -176,16 +196,16 @@ fn prepare(
         Peer::Qemu => {
             let multifd = json!({"capabilities": [{"capability": "multifd", "state": true}]});
             for side in [&mut *here, &mut *there] {
-                side.execute("migrate-set-capabilities", &multifd)?;
-                side.execute("migrate-set-parameters", &parameters)?;
+                execute(side, "migrate-set-capabilities", &multifd)?;
+                execute(side, "migrate-set-parameters", &parameters)?;
             }
-            there.execute("migrate-incoming", &json!({"uri": uri}))?;
+            execute(there, "migrate-incoming", &json!({"uri": uri}))?;
         }
         // It has no limit to lift, and a limit of a terabyte is one.
         Peer::Martlet(_) => {
             let Value::Object(mut parameters) = parameters else { unreachable!("an object") };
             parameters.remove("max-bandwidth");
-            here.execute("migrate-set-parameters", &Value::Object(parameters))?;
+            execute(here, "migrate-set-parameters", &Value::Object(parameters))?;
         }
     }
     Ok(())

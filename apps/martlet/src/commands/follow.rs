@@ -2,10 +2,10 @@
 
 use crate::cli::{MigrateArgs, ThenArg, TuningArgs};
 use crate::failure::Failure;
-use crate::qmp::client::Client;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::snapshot::Snapshot;
 use crate::view::progress::MigrationProgress;
+use martlet_qmp::Client;
 use martlet_transport::{Address, UNIX_PATH_MAX};
 use martlet_units::BytesPerSec;
 use serde_json::{Value, json};

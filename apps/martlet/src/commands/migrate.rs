@@ -4,12 +4,12 @@ use super::follow::{self, Request};
 use crate::cli::MigrateArgs;
 use crate::failure::Failure;
 use crate::output::{Picture, show_json};
-use crate::qmp::client::Client;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::signals::Held;
 use crate::view::progress::{Kind, MigrationProgress};
 use crate::view::{Style, summary};
 use crate::{log, output};
+use martlet_qmp::Client;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 

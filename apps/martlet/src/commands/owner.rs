@@ -5,8 +5,8 @@ use crate::control::Verdict;
 use crate::failure::{Failure, one_line};
 use crate::log::note;
 use crate::output::show;
-use crate::qmp::client::{Client, ClientError};
 use crate::snapshot::Snapshot;
+use martlet_qmp::{Client, ClientError};
 use serde_json::{Value, json};
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -182,7 +182,7 @@ mod tests {
         let answer = json!({"status": status, "error-desc": "the link broke"});
         match settled(verdict, &answer) {
             Ok(words) => (words, "0".to_owned()),
-            Err(failure) => (failure.to_string(), failure.exit_status().to_string()),
+            Err(failure) => (failure.to_string(), (failure.exit_status() as u8).to_string()),
         }
     }
 

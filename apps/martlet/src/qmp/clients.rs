@@ -6,8 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Most clients at once. One more takes the place of the one that was silent for the longest: a
-/// guest's owner must be heard, however many monitors were left connected.
+/// Most clients at once. One more takes the place of the one that was silent for the longest, or
+/// if a command of each is being carried out, of the one that has waited for the longest: a guest's
+/// owner must be heard, however many monitors were left connected, and whatever they wait for.
 pub(crate) const CLIENTS_MAX: usize = 16;
 /// Most of those who were asked to leave and have not left yet.
 const LEAVING_MAX: usize = 16;
@@ -51,8 +52,8 @@ impl Clients {
         let mut seats = self.lock();
         let leaving = seats.iter().filter(|seat| seat.is_leaving).count();
         let is_full = seats.len() - leaving >= CLIENTS_MAX;
-        if is_full && (leaving >= LEAVING_MAX || !evict_idlest(&mut seats)) {
-            let desc = format!("there are {CLIENTS_MAX} clients already, and all are busy");
+        if is_full && (leaving >= LEAVING_MAX || !evict_one(&mut seats)) {
+            let desc = format!("there are {CLIENTS_MAX} clients, and as many have yet to leave");
             return Err(QmpError::generic(desc));
         }
         let (stream, heard) = (Arc::clone(stream), Instant::now());
@@ -60,9 +61,9 @@ impl Clients {
         Ok(Place { id, clients: Arc::clone(self) })
     }
 
-    /// Asks the client to leave that was silent for the longest. `false` if all are busy.
-    pub(super) fn evict_idlest(&self) -> bool {
-        evict_idlest(&mut self.lock())
+    /// Asks the client to leave that was silent for the longest.
+    pub(super) fn evict_one(&self) {
+        evict_one(&mut self.lock());
     }
 
     /// A client's command begins.
@@ -100,11 +101,11 @@ impl Clients {
     }
 }
 
-fn evict_idlest(seats: &mut [Seat]) -> bool {
-    let idle = seats.iter_mut().filter(|seat| !seat.is_busy && !seat.is_leaving);
-    let Some(seat) = idle.min_by_key(|seat| seat.heard) else { return false };
+fn evict_one(seats: &mut [Seat]) -> bool {
+    let staying = seats.iter_mut().filter(|seat| !seat.is_leaving);
+    let Some(seat) = staying.min_by_key(|seat| (seat.is_busy, seat.heard)) else { return false };
     seat.is_leaving = true;
-    // Its own thread tells it why, and leaves.
+    // Its own thread answers what is being carried out, tells it why, and leaves.
     let _ = seat.stream.shutdown(Shutdown::Read);
     true
 }

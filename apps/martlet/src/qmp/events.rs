@@ -1,7 +1,7 @@
 //! Events: what a control socket tells its clients unasked.
 
-use super::to_line;
 use martlet_engine::{Progress, Status};
+use martlet_qmp::to_line;
 use serde_json::{Value, json};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;

@@ -3,9 +3,9 @@
 
 use super::clients::Clients;
 use super::dispatch::{Mode, QmpError, execute};
-use super::stream::{Next, VALUE_BYTES_MAX, ValueReader};
-use super::{schema, to_line};
+use super::schema;
 use crate::control::{Control, spawn};
+use martlet_qmp::{Next, VALUE_BYTES_MAX, ValueReader, to_line};
 use martlet_transport::wait_any;
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
@@ -54,7 +54,7 @@ pub(crate) fn serve(listener: UnixListener, control: Arc<Control>) -> Arc<Client
                         let text = "cannot accept a client of the control socket; trying on";
                         tracing::warn!(%error, "{text}");
                     }
-                    ours.evict_idlest();
+                    ours.evict_one();
                     thread::sleep(ACCEPT_RETRY);
                 }
             }
@@ -124,7 +124,7 @@ impl Client {
         let mut mode = Mode::Negotiation;
         let mut values = ValueReader::new(BufReader::new(&*self.stream));
         loop {
-            let is_there = match values.next() {
+            let is_there = match values.next_value() {
                 Ok(Next::Value(bytes)) => {
                     self.clients.begin(self.id);
                     let is_there = self.answer(&bytes, &mut mode);
@@ -144,7 +144,7 @@ impl Client {
         }
         self.control.events().unsubscribe(self.id);
         if self.clients.is_leaving(self.id) {
-            let error = "disconnected: another client needs the place of one that was silent";
+            let error = "disconnected: another client needs the place";
             self.say(&failure(&QmpError::generic(error), None));
         }
     }

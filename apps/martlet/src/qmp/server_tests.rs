@@ -2,8 +2,6 @@
 
 use super::clients::{CLIENTS_MAX, Clients};
 use super::server::serve_client;
-use super::stream::VALUE_BYTES_MAX;
-use super::{client::Client, client::ClientError};
 use crate::cli::{Cli, Command};
 use crate::commands::follow::{self, Request};
 use crate::control::{Control, QuitCause};
@@ -13,12 +11,13 @@ use crate::view::progress::{Kind, MigrationProgress};
 use clap::Parser;
 use martlet_engine::{ReceiveStatus, Status};
 use martlet_machine::{EndCause, GuestStatus};
+use martlet_qmp::{Client, ClientError, VALUE_BYTES_MAX};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longer than anything takes, shorter than patience.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -70,6 +69,11 @@ impl Wire {
     fn run(&mut self, command: &str, arguments: &Value) -> Value {
         self.write(&json!({"execute": command, "arguments": arguments}).to_string());
         self.write("\r\n");
+        self.reply()
+    }
+
+    /// The next line that is no event.
+    fn reply(&mut self) -> Value {
         loop {
             let object = self.read();
             if object.get("event").is_none() {
@@ -94,6 +98,14 @@ fn with_guest() -> (Arc<FakeGuest>, Arc<Control>, Arc<Clients>) {
     let guest = FakeGuest::new();
     let control = Control::with_guest(Arc::clone(&guest) as _);
     (guest, control, Arc::new(Clients::default()))
+}
+
+fn await_that(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < deadline, "not {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn class(reply: &Value) -> &str {
@@ -196,6 +208,33 @@ fn one_client_more_takes_the_place_of_the_idlest() {
     assert_eq!(idle.0.read(&mut [0]).unwrap(), 0);
     for wire in &mut wires {
         assert_eq!(wire.status(), "running");
+    }
+}
+
+#[test]
+fn one_client_more_is_taken_in_though_all_are_busy() {
+    let (guest, control, clients) = with_guest();
+    let mut first = Wire::ready(&control, &clients);
+    let uri = json!({"uri": "tcp:127.0.0.1:4444"});
+    first.run("migrate", &uri);
+    let attempt = guest.last_attempt();
+    attempt.reach(Status::Undecided, 3);
+    let silence = attempt.unanswered.lock().unwrap();
+    let mut busy = vec![first];
+    busy.extend((1..CLIENTS_MAX).map(|_| Wire::ready(&control, &clients)));
+    for (nth, wire) in busy.iter_mut().enumerate() {
+        wire.write("{\"execute\": \"x-resolve\"}");
+        await_that("asked", || attempt.asked.lock().unwrap().len() > nth);
+    }
+    let mut owner = Wire::ready(&control, &clients);
+    assert_eq!(owner.status(), "finish-migrate");
+    drop(silence);
+    // Whoever made room gets the answer that it waited for.
+    let mut left = busy.remove(0);
+    assert_eq!(left.reply()["return"]["status"], "failed");
+    assert!(left.reply()["error"]["desc"].as_str().unwrap().starts_with("disconnected"));
+    for wire in &mut busy {
+        assert_eq!(wire.reply()["return"]["status"], "failed");
     }
 }
 

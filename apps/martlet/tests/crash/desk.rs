@@ -5,7 +5,7 @@ use crate::link::Link;
 use crate::log::Log;
 use crate::plan::{Channel, Fault, Plan, Side, Trigger, Way};
 use crate::process::Killer;
-use crate::qmp::Qmp;
+use martlet_qmp::Client;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -117,7 +117,7 @@ impl Desk {
             Fault::Kill(Side::Destination) => self.destination.kill(),
             Fault::Cut(..) => self.cut_all(),
             Fault::Cancel => {
-                let asked = Qmp::connect(&self.source_control)
+                let asked = Client::connect(&self.source_control)
                     .and_then(|mut qmp| qmp.ask("migrate_cancel"));
                 if let Err(trouble) = asked {
                     self.log.note(format!("cannot cancel: {trouble}"));

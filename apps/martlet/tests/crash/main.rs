@@ -39,7 +39,7 @@ use scene::Scene;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use support::{process, qmp};
+use support::process;
 
 /// Kills and cuts if nobody says otherwise.
 const RUNS: u64 = 14;

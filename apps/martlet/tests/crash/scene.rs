@@ -8,9 +8,9 @@ use crate::log::Log;
 use crate::plan::{Plan, Side};
 use crate::process::{Guest, Process};
 use crate::proxy::Proxy;
-use crate::qmp::Trouble;
 use crate::support::Dir;
 use crate::watch::{Pair, Watched};
+use martlet_qmp::ClientError;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -264,7 +264,7 @@ fn refusal(pair: &mut Pair) -> Result<String, String> {
     }
 }
 
-fn migrate(source: &mut Process, port: u16, plan: &Plan) -> Result<(), Trouble> {
+fn migrate(source: &mut Process, port: u16, plan: &Plan) -> Result<(), ClientError> {
     let parameters = json!({
         "multifd-channels": plan.channels,
         "max-bandwidth": plan.bandwidth,

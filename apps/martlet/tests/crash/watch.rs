@@ -4,7 +4,7 @@ use crate::desk::Desk;
 use crate::log::Log;
 use crate::plan::Side;
 use crate::process::{Guest, Migration, Process};
-use crate::qmp::Trouble;
+use martlet_qmp::ClientError;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -67,7 +67,7 @@ impl Watched {
         }
         self.migration = match self.process.migration() {
             Ok(migration) => Some(migration),
-            Err(Trouble::Gone) => {
+            Err(ClientError::Gone { .. }) => {
                 self.dead = true;
                 None
             }

@@ -77,6 +77,13 @@ fn a_picture_that_can_not_be_written_is_found_out_before_anything_moves() {
     let arguments = ["migrate", "--control", &here, "tcp:127.0.0.1:1", "--json", "--svg", &svg];
     assert_eq!(object(&martlet(&arguments), 1)["outcome"], "failed");
     assert!(!Path::new(&svg).exists());
+    // A pipe that nobody reads is not waited for.
+    let fifo = folder.at("fifo");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status().expect("mkfifo starts");
+    assert!(made.success());
+    let arguments = ["migrate", "--control", &here, "tcp:127.0.0.1:1", "--json", "--svg", &fifo];
+    assert_eq!(object(&martlet(&arguments), 2)["outcome"], "failed");
+    assert!(Path::new(&fifo).exists());
     let demo = ["demo", "--memory", "64M", "--json", "--svg", "/nonexistent/picture.svg"];
     assert_eq!(object(&martlet(&demo), 2)["outcome"], "failed");
 }

@@ -3,7 +3,6 @@
 
 pub(crate) mod accel;
 pub(crate) mod process;
-pub(crate) mod qmp;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,7 +1,7 @@
 //! A martlet process: started, asked, killed.
 
 use super::accel::{THREADS_KEY, accel};
-use super::qmp::{Qmp, Trouble};
+use martlet_qmp::{Client, ClientError};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
 use std::fs::File;
@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How long a process may take until it serves its control socket, or until it is gone.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long it may take for any command, on a host that has much else to do.
+const ANSWER_MAX: Duration = Duration::from_secs(90);
 /// Between two looks at a process that starts or ends.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -55,7 +57,7 @@ pub(crate) struct Process {
     pub(crate) name: String,
     child: Child,
     killer: Killer,
-    qmp: Qmp,
+    qmp: Client,
     log: PathBuf,
     control: PathBuf,
 }
@@ -109,9 +111,9 @@ impl Process {
         let killer = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| failed(e.into()))?;
         let deadline = Instant::now() + PATIENCE;
         let qmp = loop {
-            match Qmp::connect(&control) {
+            match Client::connect_within(&control, ANSWER_MAX) {
                 Ok(qmp) => break qmp,
-                Err(Trouble::Gone) => {}
+                Err(ClientError::NoServer { .. } | ClientError::Gone { .. }) => {}
                 Err(trouble) => return Err(format!("process {number}: {trouble}")),
             }
             if child.has_ended() || Instant::now() > deadline {
@@ -160,11 +162,15 @@ impl Process {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    pub(crate) fn ask(&mut self, command: &str) -> Result<Value, Trouble> {
+    pub(crate) fn ask(&mut self, command: &str) -> Result<Value, ClientError> {
         self.qmp.ask(command)
     }
 
-    pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, Trouble> {
+    pub(crate) fn execute(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+    ) -> Result<Value, ClientError> {
         self.qmp.execute(command, arguments)
     }
 
@@ -182,13 +188,13 @@ impl Process {
                     clock_steps_back: number("clock-steps-back"),
                 }))
             }
-            Err(Trouble::Refused(_)) => Ok(None),
+            Err(ClientError::Refused { .. }) => Ok(None),
             Err(trouble) => Err(format!("{}: {trouble}", self.name)),
         }
     }
 
     /// How its migration stands, out or in.
-    pub(crate) fn migration(&mut self) -> Result<Migration, Trouble> {
+    pub(crate) fn migration(&mut self) -> Result<Migration, ClientError> {
         let raw = self.ask("query-migrate")?;
         let text = |name: &str| raw[name].as_str().unwrap_or_default().to_owned();
         Ok(Migration { status: text("status"), error: text("error-desc"), raw })

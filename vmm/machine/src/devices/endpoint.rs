@@ -140,13 +140,20 @@ impl Drop for Endpoint {
 
 /// A file to append to, or a FIFO. A FIFO is opened for reading too, so that opening does not wait
 /// for a reader and writing does not fail for want of one.
+///
+/// A guest chooses every byte that is written, and may print secrets. So a new file is its owner's
+/// alone, and a symbolic link is refused: whoever may write to the folder would choose with it
+/// which of the owner's files is appended to.
 fn open_file(path: &Path) -> io::Result<OwnedFd> {
-    let common = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let is_fifo = rustix::fs::stat(path)
+    let common = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
+    let is_fifo = rustix::fs::lstat(path)
         .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Fifo);
     let flags =
         if is_fifo { OFlags::RDWR } else { OFlags::WRONLY | OFlags::CREATE | OFlags::APPEND };
-    Ok(rustix::fs::open(path, common | flags, Mode::from_raw_mode(0o644))?)
+    rustix::fs::open(path, common | flags, Mode::RUSR | Mode::WUSR).map_err(|errno| match errno {
+        Errno::LOOP => io::Error::other("it is a symbolic link, and none is followed"),
+        errno => errno.into(),
+    })
 }
 
 /// Standard output is shared with other processes, so it can't be made non-blocking. A pipe that
@@ -283,6 +290,7 @@ fn pause(stop: &OwnedFd, time: Duration) -> bool {
 mod tests {
     use super::*;
     use std::io::{Read, Write};
+    use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixStream;
     use std::path::PathBuf;
 
@@ -313,6 +321,18 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"one by one");
         assert_eq!(endpoint.dropped(), 0);
         std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_is_private_and_no_link_is_followed() {
+        let (path, link) = (scratch("private"), scratch("link"));
+        drop(Endpoint::open(&SerialOut::File(path.clone())).unwrap());
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let refused = Endpoint::open(&SerialOut::File(link.clone())).err().unwrap();
+        assert!(refused.to_string().contains("symbolic link"), "{refused}");
+        std::fs::remove_file(path).unwrap();
+        std::fs::remove_file(link).unwrap();
     }
 
     #[test]

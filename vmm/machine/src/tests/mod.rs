@@ -19,6 +19,7 @@ use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usa
 use martlet_engine::{
     BuildRequest, DestinationFactory, DestinationVmm, Error, LoadFor, Paused, Peer, SourceVmm,
 };
+use martlet_test_host::Want;
 use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE, PageRange};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -65,13 +66,7 @@ fn wait<T>(poll: impl Fn() -> Poll<T>) -> T {
 
 /// Whether these tests can run; says so if not.
 pub(crate) fn has_kvm() -> bool {
-    match kvm_is_usable() {
-        Ok(()) => true,
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            false
-        }
-    }
+    Want::Kvm.found(&kvm_is_usable())
 }
 
 /// A guest of threads is at one address of its process: there is one at a time.

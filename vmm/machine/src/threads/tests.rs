@@ -12,6 +12,7 @@ use martlet_guest_program::{
 };
 use martlet_ram::testing::Spoiled;
 use martlet_ram::{RamBitmap, RegionIndex};
+use martlet_test_host::Want;
 use martlet_units::{Gfn, Gpa, PAGE_SIZE, PageCount, PageRange};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -223,13 +224,10 @@ fn tracking_sees_every_write_of_the_program() {
     let vm = Arc::clone(&built.vm);
     let running = Running::start(built, begins, &Arc::new(Ports::default()));
     wait("the start", || counters(&ram).ready);
-    let mut source = match vm.track() {
-        Ok(source) => source,
-        Err(error) => {
-            println!("skipped: {error:?}");
-            running.stop();
-            return;
-        }
+    let tracker = vm.track().map_err(|error| format!("{error:?}"));
+    let Some(mut source) = Want::PagemapScan.take(tracker) else {
+        running.stop();
+        return;
     };
     let page = |region: RegionIndex, page: u64| {
         // SAFETY: a page of guest memory; a torn copy is repeated, as it is dirty again.

@@ -3,8 +3,8 @@
 use super::check_interrupt;
 use crate::commands::follow::{query, read};
 use crate::failure::{Failure, one_line};
-use crate::qmp::client::{Client, ClientError};
 use crate::report_json::FramesJson;
+use martlet_qmp::{Client, ClientError};
 use martlet_transport::Address;
 use serde::Deserialize;
 use std::fs::File;

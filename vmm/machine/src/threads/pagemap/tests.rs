@@ -4,6 +4,7 @@
 #![allow(clippy::cast_possible_truncation, reason = "few pages")]
 
 use super::*;
+use martlet_test_host::Want;
 use martlet_units::{Gfn, PageCount, PageRange};
 use rustix::fs::{Mode, OFlags};
 use std::collections::BTreeSet;
@@ -16,13 +17,8 @@ fn ram(layout: &[(u64, u64)]) -> Arc<GuestRam> {
 }
 
 fn tracker(ram: &Arc<GuestRam>) -> Option<PagemapTracker> {
-    match PagemapTracker::new(Arc::clone(ram)) {
-        Ok(tracker) => Some(tracker),
-        Err(error) => {
-            println!("skipped: {error:?}");
-            None
-        }
-    }
+    let tracker = PagemapTracker::new(Arc::clone(ram));
+    Want::PagemapScan.take(tracker.map_err(|error| format!("{error:?}")))
 }
 
 fn store(ram: &GuestRam, region: usize, page: u64) {

@@ -5,11 +5,11 @@ use std::io::{self, BufRead, ErrorKind};
 
 /// Longest value that is read, in bytes. The longest sensible command is some hundred bytes, the
 /// longest reply some ten thousand.
-pub(crate) const VALUE_BYTES_MAX: usize = 1 << 20;
+pub const VALUE_BYTES_MAX: usize = 1 << 20;
 
-/// What [`ValueReader::next`] found.
+/// What [`ValueReader::next_value`] found.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Next {
+pub enum Next {
     /// The bytes of an object, an array or a string, or of something that is none of them and so
     /// no command: up to the end of its line, or to the next `{`.
     Value(Vec<u8>),
@@ -35,24 +35,29 @@ enum Place {
 /// Cuts a stream into values. What came of one before an error (a timeout of the socket, say) is
 /// still there at the next call.
 #[derive(Debug)]
-pub(crate) struct ValueReader<R> {
+pub struct ValueReader<R> {
     reader: R,
     value: Vec<u8>,
     place: Place,
 }
 
 impl<R: BufRead> ValueReader<R> {
-    pub(crate) fn new(reader: R) -> ValueReader<R> {
+    /// Reads from the beginning of a value.
+    pub fn new(reader: R) -> ValueReader<R> {
         ValueReader { reader, value: Vec::new(), place: Place::Between }
     }
 
     /// What it reads from.
-    pub(crate) fn get_ref(&self) -> &R {
+    pub fn get_ref(&self) -> &R {
         &self.reader
     }
 
     /// The next value.
-    pub(crate) fn next(&mut self) -> io::Result<Next> {
+    ///
+    /// # Errors
+    ///
+    /// The reader's own.
+    pub fn next_value(&mut self) -> io::Result<Next> {
         loop {
             let available = match self.reader.fill_buf() {
                 Ok(bytes) => bytes,
@@ -134,6 +139,8 @@ fn is_in_no_value(byte: u8) -> bool {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
+
     use super::*;
     use std::io::{BufReader, Read};
 
@@ -141,7 +148,7 @@ mod tests {
     fn values(text: &[u8], piece: usize) -> Vec<String> {
         let mut reader = ValueReader::new(BufReader::with_capacity(piece, text));
         let mut values = Vec::new();
-        while let Next::Value(value) = reader.next().unwrap() {
+        while let Next::Value(value) = reader.next_value().unwrap() {
             values.push(String::from_utf8_lossy(&value).into_owned());
         }
         values
@@ -184,9 +191,9 @@ mod tests {
     fn a_value_without_end_is_refused() {
         let endless = std::io::repeat(b'[').take(1 << 30);
         let mut reader = ValueReader::new(BufReader::new(endless));
-        assert_eq!(reader.next().unwrap(), Next::TooLong);
+        assert_eq!(reader.next_value().unwrap(), Next::TooLong);
         let mut spaces = ValueReader::new(BufReader::new(std::io::repeat(b' ').take(1 << 22)));
-        assert_eq!(spaces.next().unwrap(), Next::Closed, "nothing is kept of them");
+        assert_eq!(spaces.next_value().unwrap(), Next::Closed, "nothing is kept of them");
     }
 
     #[test]
@@ -206,7 +213,7 @@ mod tests {
         }
         let pieces = Halting(vec![Some(b"1}"), None, Some(b"{\"a\":")]);
         let mut reader = ValueReader::new(BufReader::new(pieces));
-        assert!(reader.next().is_err());
-        assert_eq!(reader.next().unwrap(), Next::Value(b"{\"a\":1}".to_vec()));
+        assert!(reader.next_value().is_err());
+        assert_eq!(reader.next_value().unwrap(), Next::Value(b"{\"a\":1}".to_vec()));
     }
 }

@@ -1,6 +1,10 @@
-//! The client side of a control socket, as the commands of martlet use it.
+//! The client side of a control socket. Nothing waits longer than it was told, whatever the server
+//! does.
 
-use super::stream::{Next, ValueReader};
+use crate::stream::{Next, ValueReader};
+use crate::{one_line, to_line};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::io::{self, BufReader, ErrorKind, Write};
@@ -20,7 +24,7 @@ const WAIT_MIN: Duration = Duration::from_millis(1);
 /// Why a command could not be carried out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub(crate) enum ClientError {
+pub enum ClientError {
     /// Nobody serves the socket.
     #[error("no martlet at {}: {source}", path.display())]
     NoServer {
@@ -63,45 +67,57 @@ pub(crate) enum ClientError {
 
 /// An event of the server.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct ClientEvent {
+pub struct ClientEvent {
     /// E.g. `MIGRATION`.
-    pub(crate) name: String,
+    pub name: String,
     /// Its data, or null.
-    pub(crate) data: Value,
+    pub data: Value,
 }
 
 impl ClientEvent {
     /// Whether it says that the guest was stopped for a switchover.
-    pub(crate) fn begins_switchover(&self) -> bool {
+    pub fn begins_switchover(&self) -> bool {
         self.name == "STOP" || (self.name == "MIGRATION" && self.data["status"] == "device")
     }
 }
 
 /// A connection that has negotiated.
 #[derive(Debug)]
-pub(crate) struct Client {
+pub struct Client {
     path: PathBuf,
+    reply_max: Duration,
     values: ValueReader<BufReader<UnixStream>>,
     events: VecDeque<ClientEvent>,
 }
 
 impl Client {
-    /// Connects to a control socket and negotiates.
-    pub(crate) fn connect(path: &Path) -> Result<Client, ClientError> {
-        let no_server = |source| ClientError::NoServer { path: path.to_owned(), source };
-        let stream = UnixStream::connect(path).map_err(no_server)?;
-        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(no_server)?;
+    /// Connects to a control socket and negotiates. Each command is given 20 s.
+    ///
+    /// # Errors
+    ///
+    /// Nobody serves the socket, or who does is no QMP server, takes no client, or is too slow.
+    pub fn connect(path: &Path) -> Result<Client, ClientError> {
+        Client::connect_within(path, REPLY_TIMEOUT)
+    }
+
+    /// As [`Client::connect`], with another time that the connection and each command may take.
+    ///
+    /// # Errors
+    ///
+    /// As [`Client::connect`].
+    pub fn connect_within(path: &Path, reply_max: Duration) -> Result<Client, ClientError> {
         let mut client = Client {
             path: path.to_owned(),
-            values: ValueReader::new(BufReader::new(stream)),
+            reply_max,
+            values: ValueReader::new(BufReader::new(open(path, reply_max)?)),
             events: VecDeque::new(),
         };
-        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let deadline = Instant::now() + reply_max;
         let greeting = client.read_object(deadline, "greeting")?;
         if greeting.get("QMP").is_none() {
             // A server that is full says so instead of greeting.
             return Err(match greeting["error"]["desc"].as_str() {
-                Some(desc) => ClientError::Refused { desc: crate::failure::one_line(desc) },
+                Some(desc) => ClientError::Refused { desc: one_line(desc) },
                 None => client.foreign("it does not greet as QMP does"),
             });
         }
@@ -110,22 +126,27 @@ impl Client {
     }
 
     /// Runs a command without arguments.
-    pub(crate) fn ask(&mut self, command: &str) -> Result<Value, ClientError> {
+    ///
+    /// # Errors
+    ///
+    /// As [`Client::execute`].
+    pub fn ask(&mut self, command: &str) -> Result<Value, ClientError> {
         self.execute(command, &json!({}))
     }
 
     /// Runs a command and returns its result. Events that come meanwhile are kept.
-    pub(crate) fn execute(
-        &mut self,
-        command: &str,
-        arguments: &Value,
-    ) -> Result<Value, ClientError> {
+    ///
+    /// # Errors
+    ///
+    /// The server refuses the command, went away or is too slow.
+    pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, ClientError> {
         let request = json!({ "execute": command, "arguments": arguments });
-        let line = super::to_line(&request);
+        let line = to_line(&request);
         let mut stream = self.values.get_ref().get_ref();
         stream.write_all(line.as_bytes()).map_err(|_| self.gone(command))?;
-        let limit = if command.starts_with("x-resolve") { RESOLVE_TIMEOUT } else { REPLY_TIMEOUT };
-        let deadline = Instant::now() + limit;
+        let asks_another_host = command.starts_with("x-resolve");
+        let limit = if asks_another_host { RESOLVE_TIMEOUT } else { Duration::ZERO };
+        let deadline = Instant::now() + limit.max(self.reply_max);
         loop {
             let mut object = self.read_object(deadline, command)?;
             if let Some(result) = object.get_mut("return") {
@@ -133,17 +154,18 @@ impl Client {
             }
             if let Some(error) = object.get("error") {
                 let desc = error["desc"].as_str().unwrap_or("no reason given");
-                return Err(ClientError::Refused { desc: crate::failure::one_line(desc) });
+                return Err(ClientError::Refused { desc: one_line(desc) });
             }
             self.keep_event(object);
         }
     }
 
     /// The next event, or `None` if none comes within `timeout`.
-    pub(crate) fn next_event(
-        &mut self,
-        timeout: Duration,
-    ) -> Result<Option<ClientEvent>, ClientError> {
+    ///
+    /// # Errors
+    ///
+    /// The server went away.
+    pub fn next_event(&mut self, timeout: Duration) -> Result<Option<ClientEvent>, ClientError> {
         let deadline = Instant::now() + timeout;
         while self.events.is_empty() {
             match self.read_object(deadline, "events") {
@@ -171,7 +193,7 @@ impl Client {
             let left = deadline.saturating_duration_since(Instant::now()).max(WAIT_MIN);
             let set = self.values.get_ref().get_ref().set_read_timeout(Some(left));
             set.map_err(|_| self.gone(command))?;
-            match self.values.next() {
+            match self.values.next_value() {
                 Ok(Next::Value(bytes)) => {
                     let object = serde_json::from_slice(&bytes);
                     return object.map_err(|e| self.foreign(&format!("its answer: {e}")));
@@ -198,12 +220,52 @@ impl Client {
     }
 
     fn foreign(&self, reason: &str) -> ClientError {
-        ClientError::Foreign { path: self.path.clone(), reason: crate::failure::one_line(reason) }
+        ClientError::Foreign { path: self.path.clone(), reason: one_line(reason) }
     }
 }
 
-impl From<ClientError> for crate::failure::Failure {
-    fn from(error: ClientError) -> crate::failure::Failure {
-        crate::failure::Failure::Failed(error.to_string())
+/// A connection to the socket. The kernel lets a client wait for room in a listener's queue as
+/// long as the client may be blocked in a write, so that limit is set first.
+fn open(path: &Path, limit: Duration) -> Result<UnixStream, ClientError> {
+    let no_server = |source| ClientError::NoServer { path: path.to_owned(), source };
+    let address = SocketAddrUnix::new(path).map_err(|e| no_server(e.into()))?;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+    let stream = UnixStream::from(socket.map_err(|e| no_server(e.into()))?);
+    stream.set_write_timeout(Some(limit)).map_err(no_server)?;
+    loop {
+        match connect(&stream, &address) {
+            Ok(()) => return Ok(stream),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => {
+                let command = "a new client".to_owned();
+                return Err(ClientError::Timeout { path: path.to_owned(), command });
+            }
+            Err(error) => return Err(no_server(error.into())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on may panic")]
+
+    use super::*;
+    use rustix::net::{bind, listen};
+
+    #[test]
+    fn a_server_that_takes_no_client_is_not_waited_for() {
+        let name = format!("martlet-qmp-{}-full", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let socket =
+            socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        let listener = socket.unwrap();
+        bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&listener, 0).unwrap();
+        // The queue has one place.
+        let _first = UnixStream::connect(&path).unwrap();
+        let error = Client::connect_within(&path, Duration::from_millis(50)).unwrap_err();
+        std::fs::remove_file(&path).unwrap();
+        let words = format!("the martlet at {} does not answer a new client", path.display());
+        assert_eq!(error.to_string(), words);
     }
 }
