@@ -1,7 +1,9 @@
 //! The project's own checks: `cargo xtask check`.
 
+mod api;
 mod layers;
 mod metal;
+mod mutants;
 mod peers;
 mod sans_io;
 mod tidy;
@@ -10,14 +12,16 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 const USAGE: &str =
-    "usage: cargo xtask check | fmt | clippy | layers | tidy | worlds | peers | metal
+    "usage: cargo xtask check | fmt | clippy | layers | tidy | api | mutants | worlds | peers | metal
 
   check    everything below, in order
   fmt      rustfmt, without changing a file
   clippy   all targets, warnings are errors
   layers   no crate depends on a zone above its own, and what must not do I/O does none
   tidy     house rules that no other tool knows
+  api      the interface of the engine is the one that is written down; --write writes it
 
+  mutants  puts faults into a copy of the sources and wants a test to fail for each; see --help
   worlds   plays what ships in simulated worlds: --seeds A..B at random, --sweep N thoroughly
   peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help
   metal    runs programs over real kernel parts in an emulated PC; see cargo xtask metal --help";
@@ -34,10 +38,17 @@ fn main() -> ExitCode {
         ["clippy"] => clippy(),
         ["layers"] => layers::check(),
         ["tidy"] => tidy::check(&root()),
+        ["api"] => api::check(&root()),
+        ["api", "--write"] => api::write(&root()),
         ["--help"] => {
             println!("{USAGE}");
             Ok(())
         }
+        ["mutants", "--help"] => {
+            println!("{}", mutants::USAGE);
+            Ok(())
+        }
+        ["mutants", options @ ..] => mutants::run(options),
         ["worlds", options @ ..] => worlds(options),
         ["peers", "--help"] => {
             println!("{}", peers::USAGE);
