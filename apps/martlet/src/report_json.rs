@@ -3,7 +3,7 @@
 
 use crate::failure::Failure;
 use martlet_engine::{
-    FrameCheck, GuestCheck, Network, Outcome, Outrun, RdmaUse, Report, Side, Span,
+    Fault, FrameCheck, GuestCheck, Network, Outcome, Outrun, RdmaUse, Report, Side, Span,
 };
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -15,6 +15,9 @@ pub(crate) struct ReportJson {
     pub(crate) outcome: OutcomeJson,
     /// Why it failed.
     pub(crate) error: Option<String>,
+    /// Whose fault that is: see [`fault_word`].
+    #[serde(default)]
+    pub(crate) fault: Option<String>,
     /// From the command until the destination's acknowledgement.
     pub(crate) total_ms: f64,
     /// How long the guest was stopped; null without a switchover or if a check lengthened it.
@@ -120,7 +123,9 @@ impl ReportJson {
     /// The same, of a command that ended so.
     pub(crate) fn of_failure(failure: &Failure) -> ReportJson {
         let reason = crate::failure::one_line(&failure.to_string());
-        ReportJson::without_figures(failure.outcome(), Some(reason))
+        let is_slip = matches!(failure, Failure::Usage(_));
+        let fault = is_slip.then(|| fault_word(Fault::Request).to_owned());
+        ReportJson { fault, ..ReportJson::without_figures(failure.outcome(), Some(reason)) }
     }
 }
 
@@ -217,6 +222,18 @@ pub(crate) enum SideJson {
     Destination,
 }
 
+/// The word that JSON uses for whose fault a failure is.
+pub(crate) fn fault_word(fault: Fault) -> &'static str {
+    match fault {
+        Fault::Peer => "peer",
+        Fault::Host => "host",
+        Fault::Vmm => "vmm",
+        Fault::Device => "device",
+        Fault::Request => "request",
+        Fault::Cancelled => "cancelled",
+    }
+}
+
 /// Milliseconds with three decimals: finer is noise, and coarser hides a blackout.
 pub(crate) fn ms(time: Duration) -> f64 {
     round_to(time.as_secs_f64() * 1e3, 1e3)
@@ -250,6 +267,7 @@ impl From<&Report> for ReportJson {
                 Outcome::GivenUp => OutcomeJson::GivenUp,
             },
             error: report.error.as_ref().map(|error| crate::failure::one_line(&error.to_line())),
+            fault: report.error.as_ref().map(|error| fault_word(error.fault()).to_owned()),
             total_ms: ms(report.total),
             blackout_ms: report.blackout.map(ms),
             predicted_blackout_ms: predicted.map(|p| ms(p.total())),

@@ -7,7 +7,7 @@ use crate::cli::{
     check_within,
 };
 use crate::control::Verdict;
-use crate::report_json::{OutrunJson, ReportJson, ms, round_to};
+use crate::report_json::{OutrunJson, ReportJson, fault_word, ms, round_to};
 use martlet_engine::{MigrateOptions, ParseProviderError, Progress, Report, Status, Within};
 use martlet_ram::ZeroFinders;
 use martlet_transport::Address;
@@ -433,6 +433,7 @@ pub(crate) fn migration_info(
     }
     if let Some(error) = &progress.error {
         info.insert("error-desc".to_owned(), crate::failure::one_line(&error.to_line()).into());
+        info.insert("x-fault".to_owned(), fault_word(error.fault()).into());
     }
     if let Some(report) = report {
         let outrun = progress.outrun.as_ref().map(OutrunJson::from);

@@ -101,6 +101,8 @@ fn json_is_one_object_on_every_path() {
     // Nobody listens there.
     let end = object(&migrate(&here), 1);
     assert_eq!((&end["outcome"], &end["blackout_ms"]), (&"failed".into(), &Value::Null));
+    assert_eq!(end["fault"], "peer", "{end}");
+    assert_eq!(status(&here)["migration"]["x-fault"], "peer");
     // What the control socket refuses.
     let _destination = start(&folder.at("b"), &["receive"]);
     let end = object(&migrate(&folder.at("b")), 1);

@@ -210,6 +210,7 @@ impl Chain {
         ReportJson {
             outcome: self.outcome(),
             error: self.error(),
+            fault: failed.and_then(|r| r.fault.clone()),
             total_ms: time(|r| r.total_ms),
             blackout_ms: self.median(|r| r.blackout_ms),
             predicted_blackout_ms: self.median(|r| r.predicted_blackout_ms),
