@@ -132,6 +132,8 @@ pub(crate) struct FakeGuest {
     pub(crate) state: Mutex<GuestStatus>,
     pub(crate) attempts: Mutex<Vec<(Address, MigrateOptions, Arc<FakeAttempt>)>>,
     me: std::sync::Weak<FakeGuest>,
+    /// So many of the next looks at it panic.
+    pub(crate) looks_that_panic: AtomicU32,
     owner_resets: AtomicU32,
 }
 
@@ -141,6 +143,7 @@ impl FakeGuest {
             state: Mutex::new(GuestStatus::Running),
             attempts: Mutex::default(),
             me: me.clone(),
+            looks_that_panic: AtomicU32::new(0),
             owner_resets: AtomicU32::new(0),
         })
     }
@@ -153,6 +156,11 @@ impl FakeGuest {
 
 impl Guest for FakeGuest {
     fn status(&self) -> GuestStatus {
+        let panics = self.looks_that_panic.load(Ordering::Relaxed);
+        if panics > 0 {
+            self.looks_that_panic.store(panics - 1, Ordering::Relaxed);
+            panic!("a look at the guest");
+        }
         self.state.lock().unwrap().clone()
     }
 
@@ -275,6 +283,19 @@ pub(crate) struct FakeListen {
 }
 
 impl FakeListen {
+    /// Opens one.
+    pub(crate) fn open(&self, address: &Address) -> Arc<FakeIncoming> {
+        let incoming = Arc::new(FakeIncoming {
+            status: Mutex::new(ReceiveStatus::Listening { last_error: None }),
+            stops: AtomicU32::new(0),
+            failures: AtomicU32::new(0),
+            address: address.clone(),
+            guest: FakeGuest::new(),
+        });
+        self.opened.lock().unwrap().push(Arc::clone(&incoming));
+        incoming
+    }
+
     /// Lets the name of port 2 be found.
     pub(crate) fn answer(&self) {
         *self.may_answer.lock().unwrap() = true;
@@ -291,16 +312,6 @@ impl Listen for FakeListen {
             let waiting = self.may_answer.lock().unwrap();
             drop(self.changed.wait_while(waiting, |answers| !*answers).unwrap());
         }
-        let status = Mutex::new(ReceiveStatus::Listening { last_error: None });
-        let guest = FakeGuest::new();
-        let incoming = Arc::new(FakeIncoming {
-            status,
-            stops: AtomicU32::new(0),
-            failures: AtomicU32::new(0),
-            address: address.clone(),
-            guest,
-        });
-        self.opened.lock().unwrap().push(Arc::clone(&incoming));
-        Ok(incoming)
+        Ok(self.open(address))
     }
 }

@@ -9,6 +9,10 @@ use crate::qmp::events::Event;
 use martlet_engine::{ReceiveStatus, Status};
 use martlet_machine::EndCause;
 use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+/// How long a refused signal makes the next one force: whoever sends a second one has read why.
+const INSISTING_MAX: Duration = Duration::from_secs(60);
 
 /// Why a process ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,13 +45,15 @@ impl QuitCause {
 #[derive(Default)]
 pub(super) struct State {
     wish: Option<Wish>,
-    /// A signal was refused, and nothing has begun since.
-    refused_signal: bool,
+    /// When a signal was refused, if nothing has begun since.
+    refused_signal: Option<Instant>,
 }
 
 struct Wish {
     cause: QuitCause,
     force: bool,
+    /// There was a guest when it came, so that it is meant for the guest, too.
+    with_guest: bool,
 }
 
 impl State {
@@ -58,7 +64,11 @@ impl State {
 
     /// A migration begins: what was refused before it is no matter any more.
     pub(super) fn forget_refusal(&mut self) {
-        self.refused_signal = false;
+        self.refused_signal = None;
+    }
+
+    fn insists(&self, now: Instant) -> bool {
+        self.refused_signal.is_some_and(|at| now.duration_since(at) < INSISTING_MAX)
     }
 }
 
@@ -85,10 +95,16 @@ impl Control {
         let undecided = self.outgoing_status() == Some(Status::Undecided);
         let mut state = self.lock();
         if undecided && !force {
-            state.quit.refused_signal |= cause == QuitCause::Signal;
+            if cause == QuitCause::Signal {
+                state.quit.refused_signal = Some(Instant::now());
+            }
             return Err(UNDECIDED.into());
         }
-        state.quit.wish.get_or_insert(Wish { cause, force }).force |= force;
+        let arrived = state.receiver().is_some_and(|r| r.status() == ReceiveStatus::Arrived);
+        let with_guest = state.guest.is_some() || arrived;
+        let wish = state.quit.wish.get_or_insert(Wish { cause, force, with_guest });
+        wish.force |= force;
+        wish.with_guest |= with_guest;
         drop(state);
         self.quit.notify_all();
         Ok(())
@@ -99,7 +115,7 @@ impl Control {
     pub(crate) fn quit_by_signal(&self) -> bool {
         let state = self.lock();
         let forced = state.quit.wish.as_ref().is_some_and(|wish| wish.force);
-        let again = state.quit.wish.is_some() || state.quit.refused_signal;
+        let again = state.quit.wish.is_some() || state.quit.insists(Instant::now());
         drop(state);
         if !forced && let Err(reason) = self.request_quit(QuitCause::Signal, again) {
             note(format_args!("not ending: {reason}; a second signal is force"));
@@ -172,7 +188,8 @@ impl Control {
         note(format_args!("not ending: {reason}"));
         let mut state = self.lock();
         if let Some(wish) = state.quit.wish.take() {
-            state.quit.refused_signal = wish.cause == QuitCause::Signal;
+            let by_signal = wish.cause == QuitCause::Signal;
+            state.quit.refused_signal = by_signal.then(Instant::now);
         }
     }
 
@@ -180,11 +197,15 @@ impl Control {
         self.lock().quit.wish.as_ref().is_some_and(|wish| wish.force)
     }
 
+    /// Whether the process may end with the guest that it has.
+    fn ends_with_guest(&self) -> bool {
+        self.lock().quit.wish.as_ref().is_some_and(|wish| wish.force || wish.with_guest)
+    }
+
     /// Ends a migration that runs, and waits until it is known which side has the guest.
     fn settle(&self) -> Result<(), Obstacle> {
         let state = self.lock();
-        let attempt = state.attempt();
-        let incoming = state.receiver().filter(|_| state.guest.is_none()).cloned();
+        let (attempt, incoming) = (state.attempt(), state.receiver().cloned());
         drop(state);
         if let Some(attempt) = attempt {
             self.settle_outgoing(attempt.as_ref())?;
@@ -224,14 +245,16 @@ impl Control {
     }
 
     /// An attempt before its commit is abandoned, one behind it refuses the commit if it still
-    /// can. Otherwise the guest arrives.
+    /// can. Otherwise the guest arrives, and stays if nobody has asked for an end with it.
     fn settle_incoming(&self, incoming: &dyn Incoming) -> Result<(), Obstacle> {
-        let had_arrived = incoming.status() == ReceiveStatus::Arrived;
-        incoming.stop();
+        // One with its guest here goes on to answer for it, if that guest is to stay.
+        if incoming.status() != ReceiveStatus::Arrived {
+            incoming.stop();
+        }
         loop {
             match incoming.wait(LOOK_INTERVAL) {
                 ReceiveStatus::Stopped | ReceiveStatus::Listening { .. } => return Ok(()),
-                ReceiveStatus::Arrived if had_arrived || self.is_forced() => return Ok(()),
+                ReceiveStatus::Arrived if self.ends_with_guest() => return Ok(()),
                 ReceiveStatus::Arrived => return Err(Obstacle::Refused(ARRIVED)),
                 ReceiveStatus::Active if self.is_forced() => {
                     let text = "ended by force in the middle of a migration to here";

@@ -1,6 +1,7 @@
 //! The end of a process, with a pretended guest in it.
 
 use super::*;
+use crate::control::incoming::Place;
 use crate::fake::{FakeAttempt, FakeGuest, FakeListen};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -112,4 +113,47 @@ fn a_guest_that_arrives_while_its_process_ends_is_kept() {
     // Now its owner knows.
     control.request_quit(QuitCause::Command, false).unwrap();
     assert_eq!(end.join().unwrap().unwrap(), QuitCause::Command);
+}
+
+/// A destination that was asked to end before its guest arrived.
+fn asked_before_the_arrival() -> Arc<Control> {
+    let listen = Arc::new(FakeListen::default());
+    let incoming = listen.open(&"unix:/x".parse().unwrap());
+    let control = Control::waiting(Arc::clone(&listen) as _);
+    control.lock().incoming = Some(Place::Open(Arc::clone(&incoming) as _));
+    *incoming.status.lock().unwrap() = ReceiveStatus::Active;
+    control.request_quit(QuitCause::Command, false).unwrap();
+    *incoming.status.lock().unwrap() = ReceiveStatus::Arrived;
+    control
+}
+
+#[test]
+fn a_guest_that_arrives_just_after_the_wish_to_end_is_kept() {
+    let control = asked_before_the_arrival();
+    assert!(matches!(control.settle(), Err(Obstacle::Refused(ARRIVED))), "not looked at yet");
+    let welcomed = asked_before_the_arrival();
+    welcomed.lock().guest = Some(FakeGuest::new());
+    assert!(matches!(welcomed.settle(), Err(Obstacle::Refused(ARRIVED))), "already looked at");
+    for control in [control, welcomed] {
+        // Who asks again knows that it is here.
+        control.request_quit(QuitCause::Command, false).unwrap();
+        assert!(control.settle().is_ok());
+    }
+}
+
+#[test]
+fn a_guest_that_arrives_after_a_wish_by_force_is_ended() {
+    let control = asked_before_the_arrival();
+    control.request_quit(QuitCause::Command, true).unwrap();
+    assert!(control.settle().is_ok());
+}
+
+#[test]
+fn a_signal_that_was_refused_a_minute_ago_is_no_force() {
+    let (control, _attempt) = migrating(Status::Undecided);
+    assert!(control.quit_by_signal());
+    let quit = &control.lock().quit;
+    let refused = quit.refused_signal.unwrap();
+    assert!(quit.insists(refused + INSISTING_MAX / 2));
+    assert!(!quit.insists(refused + INSISTING_MAX));
 }
