@@ -54,6 +54,11 @@ pub(crate) struct RamSnapshot {
 }
 
 impl Snapshot {
+    /// Whether it tells of a migration away from there.
+    pub(crate) fn is_of_source(&self) -> bool {
+        !self.status.is_empty() && self.socket_address.is_empty()
+    }
+
     /// Whether nothing more will happen by itself.
     pub(crate) fn is_final(&self) -> bool {
         matches!(

@@ -5,10 +5,11 @@ use crate::failure::Failure;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::snapshot::Snapshot;
 use crate::view::progress::MigrationProgress;
-use martlet_qmp::Client;
+use martlet_qmp::{Client, ClientError};
 use martlet_transport::{Address, UNIX_PATH_MAX};
 use martlet_units::BytesPerSec;
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ pub(crate) struct Request<'a> {
     pub(crate) bandwidth: Option<BytesPerSec>,
     /// A bound on the time until the guest is stopped, and what is done then.
     pub(crate) within: Option<(Duration, ThenArg)>,
+    /// The control socket where it is asked again what has become of a command without an answer.
+    pub(crate) ask_again_at: Option<&'a Path>,
 }
 
 impl<'a> Request<'a> {
@@ -41,6 +44,7 @@ impl<'a> Request<'a> {
             tuning: &args.tuning,
             bandwidth: args.bandwidth,
             within: args.within.map(|limit| (limit, args.then)),
+            ask_again_at: Some(&args.control.path),
         }
     }
 }
@@ -80,20 +84,38 @@ pub(crate) fn migrate(
         "x-rdma-chunk-size": tuning.rdma.rdma_chunk.0,
         "x-rdma-queues": tuning.rdma.rdma_qps,
     });
-    client.execute(
-        "migrate",
-        &json!({
-            "uri": to.to_string(),
-            "x-parameters": parameters,
-            "x-capabilities": [pin_all, slows],
-        }),
-    )?;
-    let result = follow(client, progress, interrupts);
+    let arguments = json!({
+        "uri": to.to_string(),
+        "x-parameters": parameters,
+        "x-capabilities": [pin_all, slows],
+    });
+    let before = query(client)?;
+    let result = match client.execute("migrate", &arguments) {
+        Ok(_) => follow(client, progress, interrupts),
+        Err(refused @ ClientError::Refused { .. }) => return Err(refused.into()),
+        // It may have begun all the same. Only of a first migration it can be told that it has.
+        Err(unanswered) => match request.ask_again_at.and_then(begun) {
+            Some(mut again) if !before.is_of_source() => follow(&mut again, progress, interrupts),
+            _ => Err(unanswered.into()),
+        },
+    };
     progress.clear();
     // It goes on without us, or has died with the guest: from here that can't be told.
-    result.map_err(|failure| {
-        Failure::Undecided(format!("{failure}; what became of the migration is not known here"))
-    })
+    result.map_err(|failure| unknown(&failure))
+}
+
+/// A second connection, if what is asked there has a migration.
+fn begun(control: &Path) -> Option<Client> {
+    let mut client = Client::connect(control).ok()?;
+    query(&mut client).ok()?.is_of_source().then_some(client)
+}
+
+/// What a command ends with that does not know what became of a migration.
+pub(crate) fn unknown(failure: &Failure) -> Failure {
+    Failure::Undecided(format!(
+        "{failure}; what became of the migration is not known here: `martlet status` tells, of this \
+         process or of the destination's"
+    ))
 }
 
 fn follow(

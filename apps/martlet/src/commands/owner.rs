@@ -1,5 +1,6 @@
 //! `stop`, `cont`, `cancel`, `quit` and `resolve`: one command each to the control socket.
 
+use super::follow::{query, read, unknown};
 use crate::cli::{ControlArgs, QuitArgs, ResolveArgs};
 use crate::control::Verdict;
 use crate::failure::{Failure, one_line};
@@ -35,35 +36,49 @@ pub(crate) fn cont(args: &ControlArgs) -> Result<(), Failure> {
 /// `martlet cancel`: returns when the migration has ended, and fails if it ended otherwise.
 pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.path)?;
-    let before = super::follow::query(&mut client)?;
+    let before = query(&mut client)?;
     if before.status.is_empty() || before.is_final() {
         return Err(Failure::Failed("no migration is running".to_owned()));
     }
-    client.ask("migrate_cancel")?;
+    // From here on it may end in any way.
+    let end = match client.ask("migrate_cancel") {
+        Err(refused @ ClientError::Refused { .. }) => return Err(refused.into()),
+        asked => asked.map_err(Failure::from).and_then(|_| wait_for_end(&mut client)),
+    };
+    cancelled(&end.map_err(|failure| unknown(&failure))?)
+}
+
+/// The first look that shows the migration's end, or the last one that is waited for.
+fn wait_for_end(client: &mut Client) -> Result<Snapshot, Failure> {
     let deadline = Instant::now() + CANCEL_MAX;
     loop {
-        let snapshot = super::follow::query(&mut client)?;
-        match snapshot.status.as_str() {
-            "cancelled" => return Ok(()),
-            "completed" => {
-                return Err(Failure::Failed("too late: the guest has moved".to_owned()));
-            }
-            status if snapshot.is_final() => {
-                let reason = snapshot.error_desc.unwrap_or_default();
-                return Err(Failure::Failed(format!("the migration {status}: {reason}")));
-            }
-            _ if Instant::now() >= deadline => {
-                return Err(Failure::Failed("the migration does not end".to_owned()));
-            }
-            _ => std::thread::sleep(LOOK_INTERVAL),
+        let snapshot = query(client)?;
+        if snapshot.is_final() || Instant::now() >= deadline {
+            return Ok(snapshot);
         }
+        std::thread::sleep(LOOK_INTERVAL);
+    }
+}
+
+/// What came of a cancel.
+fn cancelled(end: &Snapshot) -> Result<(), Failure> {
+    let reason = one_line(end.error_desc.as_deref().unwrap_or("no reason given"));
+    match end.status.as_str() {
+        "cancelled" => Ok(()),
+        "completed" => Err(Failure::Failed("too late: the guest has moved".to_owned())),
+        "failed" => Err(Failure::Failed(format!("the migration failed: {reason}"))),
+        "x-undecided" => Err(Failure::Undecided(format!(
+            "it is undecided where the guest runs, see `martlet resolve --help`: {reason}"
+        ))),
+        "x-given-up" => Err(Failure::Undecided(format!("the guest was given up: {reason}"))),
+        _ => Err(Failure::Undecided("the migration does not end; ask again".to_owned())),
     }
 }
 
 /// `martlet quit`: returns when the process has closed its control socket.
 pub(crate) fn quit(args: &QuitArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.control.path)?;
-    let before = super::follow::query(&mut client)?;
+    let before = query(&mut client)?;
     let answer = client.execute("quit", &json!({ "x-force": args.force }));
     answer.map_err(|error| match error {
         ClientError::Refused { desc } if before.status == "x-undecided" => Failure::Undecided(desc),
@@ -79,7 +94,7 @@ pub(crate) fn quit(args: &QuitArgs) -> Result<(), Failure> {
         }
         let snapshot = match client.ask("query-migrate") {
             Err(ClientError::Gone { .. }) => return Ok(()),
-            answer => super::follow::read::<Snapshot>(answer?, "query-migrate")?,
+            answer => read::<Snapshot>(answer?, "query-migrate")?,
         };
         if snapshot.status == "x-undecided" {
             let text = "the process does not end: it is undecided where its guest runs, see \
@@ -207,6 +222,24 @@ mod tests {
             (give_up, "x-undecided", open, "4"),
         ] {
             assert_eq!(end(verdict, status), (words.to_owned(), exit.to_owned()), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_cancel_tells_what_is_known() {
+        for (status, exit) in [
+            ("cancelled", 0),
+            ("completed", 1),
+            ("failed", 1),
+            ("x-undecided", 4),
+            ("x-given-up", 4),
+            ("cancelling", 4),
+            ("device", 4),
+        ] {
+            let end = Snapshot { status: status.to_owned(), ..Snapshot::default() };
+            let got =
+                cancelled(&end).map_or_else(|failure| failure.exit_status() as u8, |()| 0);
+            assert_eq!(got, exit, "{status}");
         }
     }
 }

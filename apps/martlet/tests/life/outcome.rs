@@ -130,18 +130,23 @@ fn a_measurement_is_made_though_its_picture_can_not_be_written() {
     assert!(stderr(&output).contains("cannot write /dev/full"), "{}", stderr(&output));
 }
 
-/// Serves one client at `path` as QMP does until it asks for this, and then goes away.
-fn gone_when_asked_for(path: &str, last: &'static str) -> JoinHandle<()> {
+/// Serves so many clients at `path`, one after the other, as QMP does. Each request of a client
+/// gets this answer, or none: then its connection ends.
+fn fake_server(
+    path: &str,
+    clients: usize,
+    answer: impl Fn(usize, &str) -> Option<&'static str> + Send + 'static,
+) -> JoinHandle<()> {
     let listener = UnixListener::bind(path).expect("a socket");
     std::thread::spawn(move || {
-        let (mut stream, _) = listener.accept().expect("a client");
-        stream.write_all(b"{\"QMP\": {}}\n").expect("a greeting");
-        let requests = BufReader::new(stream.try_clone().expect("the same socket")).lines();
-        for request in requests.map_while(Result::ok) {
-            if request.contains(last) {
-                return;
+        for client in 0..clients {
+            let (mut stream, _) = listener.accept().expect("a client");
+            stream.write_all(b"{\"QMP\": {}}\n").expect("a greeting");
+            let requests = BufReader::new(stream.try_clone().expect("the same socket")).lines();
+            for request in requests.map_while(Result::ok) {
+                let Some(answer) = answer(client, &request) else { break };
+                writeln!(stream, "{{\"return\": {answer}}}").expect("an answer");
             }
-            stream.write_all(b"{\"return\": {}}\n").expect("an answer");
         }
     })
 }
@@ -151,10 +156,56 @@ fn a_resolve_that_gets_no_answer_knows_nothing() {
     let folder = Folder::new();
     for (n, verdict) in [&[][..], &["--run-here", "--confirmed"]].iter().enumerate() {
         let path = folder.at(&format!("c{n}"));
-        let server = gone_when_asked_for(&path, "x-resolve");
+        let server =
+            fake_server(&path, 1, |_, asked| (!asked.contains("x-resolve")).then_some("{}"));
         let output = martlet(&[&["resolve", "--control", &path][..], verdict].concat());
         assert_eq!(output.status.code(), Some(4), "{}", stderr(&output));
         assert!(stderr(&output).contains("is not known here"), "{}", stderr(&output));
         server.join().expect("it ends");
     }
+}
+
+#[test]
+fn a_migrate_that_gets_no_answer_is_asked_after() {
+    let folder = Folder::new();
+    let cancelled = "{\"status\": \"cancelled\"}";
+    // What is said before it and after it; the outcome that follows.
+    for (n, (before, after, outcome, code)) in [
+        ("{}", "{}", "undecided", 4),
+        // That may be the one before.
+        (cancelled, cancelled, "undecided", 4),
+        ("{}", cancelled, "cancelled", 3),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = folder.at(&format!("c{n}"));
+        let server = fake_server(&path, 2, move |client, asked| match client {
+            _ if asked.contains("\"migrate\"") => None,
+            0 if asked.contains("query-migrate") => Some(before),
+            1 if asked.contains("query-migrate") => Some(after),
+            _ => Some("{}"),
+        });
+        let end = object(&martlet(&["migrate", "--control", &path, "unix:/x", "--json"]), code);
+        assert_eq!(end["outcome"], outcome, "{end}");
+        server.join().expect("it ends");
+    }
+}
+
+#[test]
+fn a_cancel_that_does_not_end_the_migration_leaves_it_open() {
+    let folder = Folder::new();
+    let path = folder.at("c");
+    let server = fake_server(&path, 1, |_, asked| {
+        let asks = asked.contains("query-migrate");
+        (!asked.contains("migrate_cancel")).then_some(if asks {
+            "{\"status\": \"device\"}"
+        } else {
+            "{}"
+        })
+    });
+    let output = martlet(&["cancel", "--control", &path]);
+    assert_eq!(output.status.code(), Some(4), "{}", stderr(&output));
+    assert!(stderr(&output).contains("is not known here"), "{}", stderr(&output));
+    server.join().expect("it ends");
 }

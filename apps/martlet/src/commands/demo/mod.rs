@@ -195,7 +195,13 @@ impl Demo<'_> {
 
     fn move_once(&self, here: &mut Process, there: &mut Process) -> Result<ReportJson, Failure> {
         let to = there.address()?;
-        let request = Request { to: &to, tuning: &self.args.tuning, bandwidth: None, within: None };
+        let request = Request {
+            to: &to,
+            tuning: &self.args.tuning,
+            bandwidth: None,
+            within: None,
+            ask_again_at: None,
+        };
         let kind = if self.args.runs > 1 { Kind::Quiet } else { self.kind };
         let mut progress = MigrationProgress::new(kind);
         let client = here.client();
