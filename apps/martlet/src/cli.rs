@@ -256,7 +256,8 @@ pub(crate) struct ReceiveArgs {
     #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
     pub(crate) rdma_provider: Provider,
     /// Most memory that a guest may have, with what it boots from, which comes with it: its kernel
-    /// and initrd, some MiB for the built-in guest. Default: what this host has.
+    /// and initrd, some MiB for the built-in guest. Default: what this host, or this
+    /// process's control group, may have.
     #[arg(long, value_name = "SIZE", value_parser = memory)]
     pub(crate) memory_max: Option<ByteCount>,
     /// Where the serial port goes: stdio, file:PATH (a file or a FIFO, no link),

@@ -1,5 +1,6 @@
 //! What the engine asks of the host it runs on.
 
+use crate::cgroup;
 use martlet_protocol::ClockKey;
 use martlet_units::ByteCount;
 use rustix::time::{ClockId, clock_gettime};
@@ -57,10 +58,11 @@ pub(crate) fn guarded<T>(body: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Memory of this host.
+/// Memory that this process may have: this host's, or less if its control groups say so.
 pub(crate) fn memory() -> ByteCount {
     let info = rustix::system::sysinfo();
-    ByteCount(info.totalram.saturating_mul(u64::from(info.mem_unit)))
+    let host = info.totalram.saturating_mul(u64::from(info.mem_unit));
+    ByteCount(cgroup::memory_limit().map_or(host, |limit| limit.min(host)))
 }
 
 /// A thread that outlives its maker, with a name that `top -H` shows.

@@ -85,6 +85,7 @@ pub mod kvm {
 use martlet_transport::chain;
 
 mod accelerator;
+mod cgroup;
 mod destination;
 mod handover;
 mod host;

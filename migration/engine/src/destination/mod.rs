@@ -26,7 +26,8 @@ fn peer_of(stream: &Stream) -> Peer {
 pub struct ReceiveOptions {
     /// What may come by RDMA, at an address `rdma:`.
     pub rdma: RdmaAccept,
-    /// Most memory that a guest may have. By default what this host has.
+    /// Most memory that a guest may have. By default what this host, or this
+    /// process's control group, may have; memory in huge pages is no matter of that group's limit.
     pub memory_max: ByteCount,
 }
 
