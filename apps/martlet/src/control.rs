@@ -17,6 +17,7 @@ use martlet_guest_program::GuestCounters;
 use martlet_machine::{EndCause, GuestStatus, MachineInfo};
 use outgoing::Outgoing;
 pub(crate) use outgoing::Verdict;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -26,6 +27,9 @@ use std::time::Duration;
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 /// How often a guest is looked at for having ended by itself.
 const GUEST_LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// After a panic, so that one that comes again and again does not fill the log.
+const PANIC_PAUSE: Duration = Duration::from_secs(1);
+
 #[derive(Default)]
 struct State {
     guest: Option<Arc<dyn Guest>>,
@@ -186,8 +190,8 @@ impl Control {
 
     fn watch_guest(self: &Arc<Control>, guest: Arc<dyn Guest>) {
         let control = Arc::clone(self);
-        spawn("guest watch", move || {
-            let mut told = guest.resets();
+        let mut told = guest.resets();
+        keep("guest watch", move || {
             loop {
                 thread::sleep(GUEST_LOOK_INTERVAL);
                 let resets = guest.resets();
@@ -225,10 +229,47 @@ impl Control {
     }
 }
 
+/// As [`spawn`], for a body that somebody relies on for as long as this process lives: one that
+/// panics begins again.
+pub(crate) fn keep(name: &'static str, mut body: impl FnMut() + Send + 'static) {
+    spawn(name, move || {
+        while guarded(name, &mut body).is_none() {
+            thread::sleep(PANIC_PAUSE);
+        }
+    });
+}
+
+/// Runs what may panic; `None` if it did, which is said. What it works on is whole all the same:
+/// it is behind locks, under which nothing is left half done.
+pub(crate) fn guarded<T>(name: &str, body: impl FnOnce() -> T) -> Option<T> {
+    let caught = catch_unwind(AssertUnwindSafe(body));
+    if caught.is_err() {
+        crate::log::note(format_args!("a defect: the thread \"{name}\" panicked, and goes on"));
+    }
+    caught.ok()
+}
+
 /// A thread of the control socket's own. If the host has no more threads, that is logged: the
 /// guest goes on, and clients miss events.
 pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name(name.to_owned()).spawn(body) {
         tracing::error!(name, %error, "cannot start a thread");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::FakeGuest;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn a_watch_that_panicked_still_sees_the_guests_end() {
+        let guest = FakeGuest::new();
+        guest.looks_that_panic.store(1, Ordering::Relaxed);
+        *guest.state.lock().unwrap() = GuestStatus::Ended(EndCause::Shutdown);
+        let control = Control::with_guest(guest);
+        let end = control.wait_for_quit().unwrap();
+        assert_eq!(end, QuitCause::Guest(EndCause::Shutdown));
     }
 }

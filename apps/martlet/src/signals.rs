@@ -4,6 +4,7 @@
 // no safe wrapper in std or rustix. The sets are plain local values; nothing here runs in a signal
 // handler.
 
+use crate::control::guarded;
 use std::io;
 use std::mem::MaybeUninit;
 use std::thread;
@@ -72,7 +73,7 @@ impl Held {
                 let status = unsafe { libc::sigwait(&raw const self.0, &raw mut number) };
                 let signal = Signal::ALL.into_iter().find(|signal| signal.number() == number);
                 if let (0, Some(signal)) = (status, signal) {
-                    on_signal(signal);
+                    guarded("signals", || on_signal(signal));
                 }
             }
         })?;

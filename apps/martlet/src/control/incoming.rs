@@ -1,6 +1,6 @@
 //! Taking a guest in.
 
-use super::{Control, LOOK_INTERVAL, State, spawn};
+use super::{Control, LOOK_INTERVAL, State, keep};
 use crate::failure::one_line;
 use crate::guest::Incoming;
 use crate::qmp::events::Event;
@@ -71,7 +71,7 @@ impl Control {
         drop(state);
         self.events.send(&Event::Migration("setup"));
         let control = Arc::clone(self);
-        spawn("receiver watch", move || control.watch_incoming(incoming.as_ref()));
+        keep("receiver watch", move || control.watch_incoming(incoming.as_ref()));
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! Moving the guest away, and what became of that.
 
 use super::incoming::incoming_info;
-use super::{Control, LOOK_INTERVAL, State, spawn};
+use super::{Control, LOOK_INTERVAL, State, keep};
 use crate::failure::one_line;
 use crate::guest::{Attempt, Guest};
 use crate::qmp::events::Narrator;
@@ -106,7 +106,7 @@ impl Control {
         state.outgoing = Some(Outgoing { attempt: Arc::clone(&attempt), narrator, setup: None });
         drop(state);
         let control = Arc::clone(self);
-        spawn("migration watch", move || {
+        keep("migration watch", move || {
             while !control.look(&attempt, &guest) {
                 let _ = attempt.wait(LOOK_INTERVAL);
             }

@@ -4,7 +4,7 @@
 use super::clients::Clients;
 use super::dispatch::{Mode, QmpError, execute};
 use super::schema;
-use crate::control::{Control, spawn};
+use crate::control::{Control, guarded, keep, spawn};
 use martlet_qmp::{Next, VALUE_BYTES_MAX, ValueReader, to_line};
 use martlet_transport::wait_any;
 use rustix::event::{PollFd, PollFlags};
@@ -32,11 +32,11 @@ const WAIT_MAX: Duration = Duration::from_secs(3600);
 pub(crate) fn serve(listener: UnixListener, control: Arc<Control>) -> Arc<Clients> {
     let clients = Arc::new(Clients::default());
     let ours = Arc::clone(&clients);
-    spawn("control accept", move || {
-        // A file that is open only to be closed when the host gives no other descriptor: its owner
-        // must be able to end this process then.
-        let mut spare = spare();
-        let mut is_short = false;
+    // A file that is open only to be closed when the host gives no other descriptor: its owner must
+    // be able to end this process then.
+    let mut spare = spare();
+    let mut is_short = false;
+    keep("control accept", move || {
         loop {
             let waited = wait_any(&mut [PollFd::new(&listener, PollFlags::IN)], WAIT_MAX);
             if matches!(waited, Ok(false)) {
@@ -46,7 +46,9 @@ pub(crate) fn serve(listener: UnixListener, control: Arc<Control>) -> Arc<Client
                 Ok((stream, _)) => {
                     is_short = false;
                     serve_client(stream, &control, &ours);
-                    spare = spare.or_else(self::spare);
+                    if spare.is_none() {
+                        spare = self::spare();
+                    }
                 }
                 Err(_) if spare.take().is_some() => {}
                 Err(error) => {
@@ -92,7 +94,10 @@ pub(crate) fn serve_client(stream: UnixStream, control: &Arc<Control>, clients: 
         control: Arc::clone(control),
         clients: Arc::clone(clients),
     };
-    spawn("control read", move || client.run());
+    spawn("control read", move || {
+        guarded("control read", || client.run());
+        client.leave();
+    });
     spawn("control write", move || {
         write_lines(&stream, &inbox);
         let _ = stream.shutdown(Shutdown::Both);
@@ -142,6 +147,10 @@ impl Client {
                 break;
             }
         }
+    }
+
+    /// Frees its place, for which the writer waits.
+    fn leave(&self) {
         self.control.events().unsubscribe(self.id);
         if self.clients.is_leaving(self.id) {
             let error = "disconnected: another client needs the place";
