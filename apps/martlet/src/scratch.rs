@@ -5,19 +5,6 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes of a random key, before they become digits.
-const KEY_BYTES: usize = 16;
-
-/// A secret that processes may share, in hexadecimal digits.
-pub(crate) fn random_key() -> std::io::Result<String> {
-    let mut random = [0u8; KEY_BYTES];
-    let mut filled = 0;
-    while filled < KEY_BYTES {
-        filled += rustix::rand::getrandom(&mut random[filled..], GetRandomFlags::empty())?;
-    }
-    Ok(format!("{:032x}", u128::from_ne_bytes(random)))
-}
-
 /// How often a random name may be taken already.
 const TRIES_MAX: u32 = 16;
 

@@ -169,6 +169,8 @@ pub trait SourceVmm: Send + Sync {
 pub enum Peer {
     /// A process of this host and of the user that this one runs as.
     SameUser,
+    /// The same, but over TCP: a proxy of that user may stand for anybody.
+    SameUserByTcp,
     /// Anybody.
     Unknown,
 }

@@ -16,6 +16,7 @@ mod funnel;
 mod greeting;
 mod listener;
 mod raw;
+mod same_host;
 mod socket_file;
 mod stream;
 mod target;

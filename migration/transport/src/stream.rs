@@ -110,13 +110,19 @@ impl Stream {
         Ok(Stream { fd: self.fd.try_clone()? })
     }
 
-    /// The user who runs the peer, as the kernel knows it; `None` if it may be on another host.
+    /// The user who runs the peer at a Unix socket, as the kernel knows it; `None` at any other.
     pub fn peer_user(&self) -> Option<rustix::process::Uid> {
         let domain = rustix::net::sockopt::socket_domain(&self.fd).ok()?;
         if domain != rustix::net::AddressFamily::UNIX {
             return None;
         }
         Some(rustix::net::sockopt::socket_peercred(&self.fd).ok()?.uid)
+    }
+
+    /// The user who runs the peer of a TCP connection within this host and this thread's network
+    /// namespace; `None` if the kernel knows of none. A proxy that anybody can reach is such a peer.
+    pub fn peer_user_by_tcp(&self) -> Option<rustix::process::Uid> {
+        crate::same_host::user_of(self.peer()?, self.local()?)
     }
 
     /// The peer's address, if it has one of the network.

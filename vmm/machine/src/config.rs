@@ -29,9 +29,9 @@ impl fmt::Display for Accel {
     }
 }
 
-/// A secret of processes that take threads guests from each other, as those of one `demo` do over
-/// TCP.
-pub const THREADS_KEY_VARIABLE: &str = "MARTLET_THREADS_KEY";
+/// Set for a process that takes threads guests over TCP from the same user on this host, as those
+/// of one `demo` do from each other: no proxy of this user lets others in.
+pub const THREADS_BY_TCP_VARIABLE: &str = "MARTLET_THREADS_BY_TCP";
 
 /// How KVM tracks dirty pages. Threads have one way only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -30,7 +30,8 @@ fn failed(action: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Er
 pub struct FactoryConfig {
     /// What executes the guest. Threads only for who asks for them: such a guest is a part of this
     /// process, so whoever sends one has its code run here. It is taken from a process of the same
-    /// user on this host, or from one that shows [`THREADS_KEY_VARIABLE`](crate::THREADS_KEY_VARIABLE).
+    /// user over a Unix socket, and over TCP within this host where
+    /// [`THREADS_BY_TCP_VARIABLE`](crate::THREADS_BY_TCP_VARIABLE) is set.
     pub accel: Accel,
     /// How dirty pages are found when the guest moves on.
     pub tracking: Tracking,
@@ -82,7 +83,7 @@ impl Factory {
         match own {
             Accel::Kvm => Ok(()),
             #[cfg(feature = "threads")]
-            Accel::Threads => crate::threads::check_peer(&description.backend, request.peer),
+            Accel::Threads => crate::threads::check_peer(request.peer),
             #[cfg(not(feature = "threads"))]
             Accel::Threads => Err(NO_THREADS.into()),
         }

@@ -41,7 +41,7 @@ mod vcpu;
 
 pub use config::{
     Accel, Boot, KernelConfig, MEMORY_MAX, MEMORY_MIN, MachineConfig, SerialOut,
-    THREADS_KEY_VARIABLE, Tracking, VCPUS_MAX,
+    THREADS_BY_TCP_VARIABLE, Tracking, VCPUS_MAX,
 };
 pub use destination::{Factory, FactoryConfig};
 pub use error::MachineError;

@@ -30,7 +30,7 @@ grep -q 'cannot open librdmacm.so.1.*libibverbs1, librdmacm1 and ibverbs-provide
 
 /// A guest moves between two processes, whose memories are compared before the commit. The options
 /// of the migration come behind.
-const MIGRATION: &str = "rm -f /tmp/a /tmp/b; export MARTLET_THREADS_KEY=metal; \
+const MIGRATION: &str = "rm -f /tmp/a /tmp/b; export MARTLET_THREADS_BY_TCP=1; \
 martlet receive --control /tmp/b --listen rdma:10.8.0.1:4444 --rdma-provider ibv --accel threads & \
 martlet run --control /tmp/a --memory 64M --accel threads \
 --program fill=8M,ws=1M,rate=1/ms,tick=10ms,verify=4 & \

@@ -237,8 +237,7 @@ mod tests {
             ("device", 4),
         ] {
             let end = Snapshot { status: status.to_owned(), ..Snapshot::default() };
-            let got =
-                cancelled(&end).map_or_else(|failure| failure.exit_status() as u8, |()| 0);
+            let got = cancelled(&end).map_or_else(|failure| failure.exit_status() as u8, |()| 0);
             assert_eq!(got, exit, "{status}");
         }
     }

@@ -4,23 +4,49 @@ use crate::Destination;
 use crate::attempt::{captured_setup, refusal, setup_of};
 use crate::support::Dir;
 use crate::support::process::Process;
-use crate::wire::Value;
+use rustix::process::{Uid, geteuid};
+use rustix::thread::set_thread_res_uid;
 use serde_json::json;
+use std::path::Path;
+use std::thread;
+
+const THREADS: [&str; 2] = ["--accel", "threads"];
+
+fn receive(dir: &Path, number: u32, listen: &str) -> Process {
+    let receive = [&["receive", "--listen", listen][..], &THREADS].concat();
+    Process::start_in(&[], dir, number, &receive).unwrap()
+}
 
 #[test]
 fn a_guest_on_threads_is_not_taken_from_the_network() {
-    let captured = captured_setup(&["--accel", "threads"]);
+    let setup = setup_of(&captured_setup(&THREADS), 1);
     let unasked = Destination::new(&["--accel", "kvm"]);
-    let reason = refusal(unasked.port, &setup_of(&captured, 1));
+    let reason = refusal(unasked.port, &setup);
     assert!(reason.contains("the guest runs on threads, this destination on kvm"), "{reason}");
-    // Without the key that these processes have in their environment.
-    let description = captured.field(2).unwrap().bytes();
-    let key = b"a key of the tests";
-    let at = description.windows(key.len()).position(|bytes| bytes == key).expect("the key");
-    let mut other = description.to_vec();
-    other[at] ^= 1;
-    let asked = Destination::new(&["--accel", "threads"]);
-    let reason = refusal(asked.port, &setup_of(&captured, 1).with(2, Value::Bytes(other)));
+    // From the same user, for whom a proxy may stand.
+    let dir = Dir::new().unwrap();
+    let mut asked = receive(dir.path(), 1, "tcp:127.0.0.1:0");
+    let reason = refusal(asked.port().unwrap(), &setup);
+    assert!(reason.contains("comes only over a Unix socket"), "{reason}");
+}
+
+/// Also where the same user's would be taken.
+#[test]
+fn a_guest_on_threads_is_not_taken_from_another_user() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can be another user");
+        return;
+    }
+    let setup = setup_of(&captured_setup(&THREADS), 1);
+    let destination = Destination::new(&THREADS);
+    let port = destination.port;
+    let other = thread::spawn(move || {
+        // Of this thread alone.
+        let other = Uid::from_raw(1);
+        set_thread_res_uid(other, other, other).unwrap();
+        refusal(port, &setup)
+    });
+    let reason = other.join().unwrap();
     assert!(reason.contains("comes only over a Unix socket"), "{reason}");
 }
 
@@ -28,12 +54,10 @@ fn a_guest_on_threads_is_not_taken_from_the_network() {
 fn a_guest_on_threads_is_taken_from_the_same_user() {
     let dir = Dir::new().unwrap();
     let program = "fill=1M,ws=1M,rate=1/ms,tick=1ms";
-    let accel = ["--accel", "threads"];
-    let run = [&["run", "--memory", "16M", "--program", program][..], &accel].concat();
-    let mut source = Process::start(dir.path(), 1, &run).unwrap();
+    let run = [&["run", "--memory", "16M", "--program", program][..], &THREADS].concat();
+    let mut source = Process::start_in(&[], dir.path(), 1, &run).unwrap();
     let listen = format!("unix:{}", dir.path().join("m").display());
-    let receive = [&["receive", "--listen", &listen][..], &accel].concat();
-    let mut destination = Process::start(dir.path(), 2, &receive).unwrap();
+    let mut destination = receive(dir.path(), 2, &listen);
     source.execute("migrate", &json!({ "uri": listen })).unwrap();
     let deadline = std::time::Instant::now() + crate::wire::COMES_MAX;
     while destination.guest().unwrap().is_none() {

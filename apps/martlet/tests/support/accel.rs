@@ -3,8 +3,8 @@
 use martlet_test_host::Want;
 use std::fs::File;
 
-/// By this all processes of the tests know each other, where there is no KVM.
-pub(crate) const THREADS_KEY: &str = "a key of the tests";
+/// Lets a destination take a guest on threads over TCP from a process of the same user.
+pub(crate) const THREADS_BY_TCP: (&str, &str) = ("MARTLET_THREADS_BY_TCP", "1");
 
 /// What executes the guest, for a command that does not say: a destination takes a guest on threads
 /// only if it is told to.

@@ -4,7 +4,7 @@
 #[path = "accel.rs"]
 mod accel;
 
-use accel::{THREADS_KEY, accel};
+use accel::{THREADS_BY_TCP, accel};
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::UnixStream;
@@ -103,7 +103,7 @@ pub(crate) fn start_command(
     command: &mut Command,
     stderr: Stdio,
 ) -> Process {
-    command.args(accel(arguments)).env("MARTLET_THREADS_KEY", THREADS_KEY);
+    command.args(accel(arguments)).envs([THREADS_BY_TCP]);
     command.args(["--control", control]).stdout(Stdio::null()).stderr(stderr);
     let mut process = Process(command.spawn().expect("the command starts"));
     let deadline = Instant::now() + LIMIT;

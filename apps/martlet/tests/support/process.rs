@@ -1,6 +1,6 @@
 //! A martlet process: started, asked, killed.
 
-use super::accel::{THREADS_KEY, accel};
+use super::accel::{THREADS_BY_TCP, accel};
 use martlet_qmp::{Client, ClientError};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
@@ -92,12 +92,23 @@ impl Process {
 
     /// From a thread that lives as long as the process shall.
     pub(crate) fn start(dir: &Path, number: u32, arguments: &[&str]) -> Result<Process, String> {
+        Process::start_in(&[THREADS_BY_TCP], dir, number, arguments)
+    }
+
+    /// As [`Process::start`], with only these of the variables that martlet knows.
+    pub(crate) fn start_in(
+        environment: &[(&str, &str)],
+        dir: &Path,
+        number: u32,
+        arguments: &[&str],
+    ) -> Result<Process, String> {
         let (control, log) = (dir.join(format!("c{number}")), dir.join(format!("log{number}")));
         let failed = |e: std::io::Error| format!("cannot start a process: {e}");
         let child = Command::new(env!("CARGO_BIN_EXE_martlet"))
             .args(arguments)
             .args(accel(arguments))
-            .env("MARTLET_THREADS_KEY", THREADS_KEY)
+            .env_remove(THREADS_BY_TCP.0)
+            .envs(environment.iter().copied())
             .arg("--control")
             .arg(&control)
             .args(["--parent", &std::process::id().to_string()])

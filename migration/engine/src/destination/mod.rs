@@ -17,8 +17,14 @@ use std::time::Duration;
 
 /// Who is at the other end.
 fn peer_of(stream: &Stream) -> Peer {
-    let own = rustix::process::geteuid();
-    if stream.peer_user() == Some(own) { Peer::SameUser } else { Peer::Unknown }
+    let own = Some(rustix::process::geteuid());
+    if stream.peer_user() == own {
+        Peer::SameUser
+    } else if stream.peer_user_by_tcp() == own {
+        Peer::SameUserByTcp
+    } else {
+        Peer::Unknown
+    }
 }
 
 /// What a destination takes.

@@ -1,7 +1,6 @@
 //! What a destination must have in common with the source.
 
 use super::tsc::tsc_khz;
-use crate::THREADS_KEY_VARIABLE;
 use crate::saved::decode;
 use crate::vcpu::backend::BackendError;
 use minicbor::{Decode, Encode};
@@ -22,22 +21,13 @@ pub(super) struct Description {
     /// For the guest's ticks; a matter of information, as the host is the same.
     #[n(2)]
     tsc_khz: u32,
-    /// What processes show that take such guests from each other.
-    #[n(3)]
-    key: Option<String>,
+    // 3 was a secret.
 }
 
 impl Description {
     /// Describes this process.
     pub(super) fn here(base: u64) -> Description {
-        let key = std::env::var(THREADS_KEY_VARIABLE).ok();
-        Description { boot_id: String::new(), base, tsc_khz: tsc_khz(), key }
-    }
-
-    /// Whether it has the key that this process has.
-    pub(super) fn shows_key(&self) -> bool {
-        let own = std::env::var(THREADS_KEY_VARIABLE).ok();
-        is_key(own.as_deref(), self.key.as_deref())
+        Description { boot_id: String::new(), base, tsc_khz: tsc_khz() }
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
@@ -67,13 +57,6 @@ impl Description {
     }
 }
 
-/// Whether the key is shown, in a time that tells nothing of it.
-fn is_key(own: Option<&str>, shown: Option<&str>) -> bool {
-    let (Some(own), Some(shown)) = (own, shown) else { return false };
-    let differences = own.bytes().zip(shown.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
-    !own.is_empty() && own.len() == shown.len() && differences == 0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,22 +69,6 @@ mod tests {
         assert_eq!(same, here);
         let other = Description { base: 0x2000_0000, ..here.clone() };
         assert!(other.check(&here).is_err());
-    }
-
-    #[test]
-    fn only_the_key_is_the_key() {
-        assert!(is_key(Some("secret"), Some("secret")));
-        for (own, shown) in [
-            (None, None),
-            (None, Some("secret")),
-            (Some("secret"), None),
-            (Some(""), Some("")),
-            (Some("secret"), Some("Secret")),
-            (Some("secret"), Some("secre")),
-            (Some("secret"), Some("secrets")),
-        ] {
-            assert!(!is_key(own, shown), "{own:?} {shown:?}");
-        }
     }
 
     #[test]

@@ -7,9 +7,10 @@
 //! This is for trying martlet where there is no KVM, with the built-in program, and it is no
 //! protection: **the guest is part of the process**. Whoever can send it a guest can have any code
 //! executed. So a destination takes one only if it was told to, and only from a process of the same
-//! user over a Unix socket, whose peer the kernel knows, or from one that shows the key that both
-//! have in their environment ([`THREADS_KEY_VARIABLE`]). Either is a process of the same host, which
-//! the guest can't leave: its time stamp counter is the host's.
+//! user over a Unix socket, whose peer the kernel knows. Over TCP it does so within this host, where
+//! the kernel knows it as well, but only if its environment says that no proxy of that user lets
+//! others in ([`THREADS_BY_TCP_VARIABLE`]). Nothing secret is needed or sent. Either peer is a
+//! process of the same host, which the guest can't leave: its time stamp counter is the host's.
 
 mod decode;
 mod description;
@@ -25,7 +26,7 @@ mod vcpu;
 mod tests;
 
 use crate::Accel;
-use crate::THREADS_KEY_VARIABLE;
+use crate::THREADS_BY_TCP_VARIABLE;
 use crate::vcpu::backend::{BackendError, Built, VcpuBackend, VmBackend};
 use description::Description;
 use martlet_engine::LoadFor;
@@ -51,13 +52,10 @@ pub(crate) fn create_ram(layout: &[PageRange]) -> Result<GuestRam, BackendError>
     })
 }
 
-/// Whether whoever sends a guest with this description may have its code run here.
-pub(crate) fn check_peer(description: &[u8], peer: Peer) -> Result<(), String> {
-    let shows_key = || Description::from_bytes(description).is_ok_and(|them| them.shows_key());
-    if shows_key() {
-        return Ok(());
-    }
-    if peer == Peer::SameUser {
+/// Whether this peer may have its code run here.
+pub(crate) fn check_peer(peer: Peer) -> Result<(), String> {
+    let by_tcp = std::env::var_os(THREADS_BY_TCP_VARIABLE).is_some();
+    if peer == Peer::SameUser || (peer == Peer::SameUserByTcp && by_tcp) {
         let own = rustix::process::geteuid().as_raw();
         let overflow = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
         if !stands_for_others(own, overflow.ok().as_deref()) {
@@ -71,7 +69,7 @@ pub(crate) fn check_peer(description: &[u8], peer: Peer) -> Result<(), String> {
     }
     Err(format!(
         "a guest on threads is a part of this process, so it comes only over a Unix socket from a \
-         process of the same user, or from one with the same {THREADS_KEY_VARIABLE}"
+         process of the same user, or within this host where {THREADS_BY_TCP_VARIABLE} is set"
     ))
 }
 

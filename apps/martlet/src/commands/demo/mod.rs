@@ -12,7 +12,7 @@ use crate::log::note;
 use crate::output;
 use crate::output::{Picture, show_json};
 use crate::report_json::{GuestJson, OutcomeJson, ReportJson};
-use crate::scratch::{ScratchDir, random_key};
+use crate::scratch::ScratchDir;
 use crate::signals::Held;
 use crate::view::number::{grouped, millis, plural, size};
 use crate::view::progress::{Kind, MigrationProgress, Steps};
@@ -20,7 +20,7 @@ use crate::view::{BOLD, Style, summary};
 use crate::vm::{self, settle_accel};
 use martlet_engine::Provider;
 use martlet_guest_program::ProgramParams;
-use martlet_machine::THREADS_KEY_VARIABLE;
+use martlet_machine::THREADS_BY_TCP_VARIABLE;
 use martlet_units::{ByteCount, PAGE_SIZE};
 use process::{GuestView, Process};
 use result::Chain;
@@ -73,11 +73,9 @@ fn run_chain(
     vm::check_program(&program, args.memory, args.vcpus)?;
     let mut picture = Picture::open(args.output.svg.as_deref())?;
     let dir = ScratchDir::create().map_err(|e| Failure::because("temporary folder", &e))?;
-    let threads_key = random_key().map_err(|e| Failure::because("random bytes", &e))?;
     let style = Style::of_stdout();
     let kind = Kind::suiting(args.output.json);
-    let started = 0;
-    let mut demo = Demo { args, log, program, dir, style, kind, interrupts, threads_key, started };
+    let mut demo = Demo { args, log, program, dir, style, kind, interrupts, started: 0 };
     demo.run(chain)?;
     demo.show(chain, picture.as_mut());
     if chain.is_well() { Ok(()) } else { Err(Failure::Reported(chain.outcome())) }
@@ -91,8 +89,6 @@ struct Demo<'a> {
     style: Style,
     kind: Kind,
     interrupts: Arc<AtomicU32>,
-    /// By this the processes know each other, should the guest be a part of them.
-    threads_key: String,
     /// Processes started so far; they need names.
     started: u32,
 }
@@ -184,7 +180,7 @@ impl Demo<'_> {
         self.started += 1;
         let mut builder = process::Builder::new(self.dir.path(), self.started, command, self.log);
         builder
-            .env(THREADS_KEY_VARIABLE, self.threads_key.clone())
+            .env(THREADS_BY_TCP_VARIABLE, "1".to_owned())
             .arg("--accel", word(&settle_accel(self.args.accel)))
             .arg("--dirty-tracking", word(&self.args.dirty_tracking));
         if let Some(vdpa) = &self.args.vdpa {
