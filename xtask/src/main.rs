@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         ["check"] => fmt()
             .and_then(|()| layers::check())
             .and_then(|()| tidy::check(&root()))
+            .and_then(|()| api::check(&root()))
             .and_then(|()| clippy()),
         ["fmt"] => fmt(),
         ["clippy"] => clippy(),

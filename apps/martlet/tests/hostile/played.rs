@@ -132,7 +132,9 @@ impl Played {
     pub(crate) fn set_up(&mut self) -> Peer {
         assert_eq!(self.control.expect(SETUP).field(3), Some(&Value::Number(1)));
         let bytes = |byte| Value::Bytes(vec![byte; 16]);
-        let done = map([(0, bytes(INSTANCE[0])), (1, bytes(1)), (2, bytes(0))]);
+        // It takes a stop that is called off.
+        let done =
+            map([(0, bytes(INSTANCE[0])), (1, bytes(1)), (2, bytes(0)), (4, Value::Bool(true))]);
         self.control.say(&message(SETUP_DONE, &done)).unwrap();
         let (channel, role, _) = self.listener.accept();
         assert_eq!(role, DATA);
