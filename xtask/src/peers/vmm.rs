@@ -253,7 +253,9 @@ fn command(
             let mut command = Command::new(path);
             let memory = format!("{}M", options.memory_mib);
             if side == "destination" {
-                command.args(["receive", "--listen", uri, "--memory-max", &memory]);
+                // What it boots from comes with it.
+                let most = format!("{}M", options.memory_mib * 2);
+                command.args(["receive", "--listen", uri, "--memory-max", &most]);
             } else {
                 command.args(["run", "--memory", &memory]);
                 command.arg("--kernel").arg(kernel).args(["--cmdline", &line]);
