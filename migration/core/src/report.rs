@@ -86,6 +86,27 @@ pub struct Progress {
     pub error: Option<Error>,
 }
 
+impl Progress {
+    /// Of a guest with so much memory, before anything was done.
+    pub fn begun(total: PageCount) -> Progress {
+        Progress {
+            status: Status::Setup,
+            elapsed: Duration::ZERO,
+            round: 0,
+            bytes_sent: ByteCount(0),
+            rate: BytesPerSec(0),
+            remaining: total,
+            total,
+            dirty_pages_per_s: 0,
+            outrun: None,
+            predicted_blackout: None,
+            throttle_percent: 0,
+            pages: PageCounts::default(),
+            error: None,
+        }
+    }
+}
+
 /// A guest that is faster than its link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outrun {

@@ -27,7 +27,7 @@ mod tests;
 pub use ending::Ended;
 pub use io::{Event, Lanes, Lost, Sending, Sent, SourceIo, Work};
 
-use crate::{Error, Fault, PageCounts, Progress, Status};
+use crate::{Error, Fault, Progress};
 use decide::Measures;
 use ending::Ending;
 use look::Peer;
@@ -35,7 +35,7 @@ use martlet_protocol::{
     Doubt, Failure, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
 };
 use martlet_ram::RamBitmap;
-use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use martlet_units::{Instant, PageCount};
 use martlet_wire::control::Control;
 use precopy::PreCopy;
 use std::collections::VecDeque;
@@ -144,21 +144,7 @@ impl Attempt {
             measures: Measures::new(now, auto_converge),
             switchover: Switchover::new(),
             ending: Ending::new(now, verify),
-            progress: Progress {
-                status: Status::Setup,
-                elapsed: Duration::ZERO,
-                round: 0,
-                bytes_sent: ByteCount(0),
-                rate: BytesPerSec(0),
-                remaining: total,
-                total,
-                dirty_pages_per_s: 0,
-                outrun: None,
-                predicted_blackout: None,
-                throttle_percent: 0,
-                pages: PageCounts::default(),
-                error: None,
-            },
+            progress: Progress::begun(total),
             started,
             channels,
             panics: 0,

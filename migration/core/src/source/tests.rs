@@ -4,7 +4,7 @@ use super::*;
 use crate::{GuestCheck, Outcome, Paused, Rehearsal, Report, RunState, SourceVmm};
 use martlet_protocol::{RunPermit, limits};
 use martlet_ram::{Chunk, DirtySource, GuestRam, RegionIndex, TrackError};
-use martlet_units::{Gfn, PageRange};
+use martlet_units::{ByteCount, Gfn, PageRange};
 use martlet_wire::control::{
     Alive, BOOT_ID_UNTOLD, Committed, InstanceId, MigrationId, Pong, Rehearsed, RoundReceived,
     Setup, SetupDone, WireRange,

@@ -211,16 +211,11 @@ impl DestinationIo for Threads {
 
     fn receive(&mut self, admits: &dyn Fn(Kind) -> bool) -> Result<Option<Control>, Unheard> {
         self.control.try_receive_if(admits).map_err(|error| {
-            let (kind, broken) = match &error {
-                ReceiveError::Protocol(_) => (None, true),
-                ReceiveError::Refused(kind) => (Some(*kind), false),
-                _ => (None, false),
-            };
-            let error = Error::new(Fault::Peer, "", chain(&error));
-            match kind {
-                Some(kind) => Unheard::Refused(kind, error),
-                None if broken => Unheard::Malformed(error),
-                None => Unheard::Lost(error),
+            let said = Error::new(Fault::Peer, "", chain(&error));
+            match error {
+                ReceiveError::Protocol(_) => Unheard::Malformed(said),
+                ReceiveError::Refused(kind) => Unheard::Refused(kind, said),
+                _ => Unheard::Lost(said),
             }
         })
     }

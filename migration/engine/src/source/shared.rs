@@ -3,9 +3,9 @@
 use super::bell::Bell;
 use super::events::Event;
 use crate::mailbox::Mailbox;
-use crate::{Error, PageCounts, Progress, RdmaUse, Report, Status};
+use crate::{Error, Progress, RdmaUse, Report, Status};
 use martlet_transport::Wake;
-use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
+use martlet_units::{Instant, PageCount};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -40,21 +40,6 @@ impl Shared {
         total: PageCount,
         downtime_limit: Duration,
     ) -> std::io::Result<Shared> {
-        let progress = Progress {
-            status: Status::Setup,
-            elapsed: Duration::ZERO,
-            round: 0,
-            bytes_sent: ByteCount(0),
-            rate: BytesPerSec(0),
-            remaining: total,
-            total,
-            dirty_pages_per_s: 0,
-            outrun: None,
-            predicted_blackout: None,
-            throttle_percent: 0,
-            pages: PageCounts::default(),
-            error: None,
-        };
         Ok(Shared {
             events: Mailbox::new()?,
             bell: Arc::new(Bell::new()?),
@@ -62,7 +47,7 @@ impl Shared {
             over: Wake::new()?,
             cancelled: AtomicBool::new(false),
             inner: Mutex::new(Inner {
-                progress,
+                progress: Progress::begun(total),
                 report: None,
                 answers: 0,
                 unanswered: None,
