@@ -269,6 +269,12 @@ impl Incoming for FakeIncoming {
         }
     }
 
+    fn stop_unless_arrived(&self) {
+        if self.status() != ReceiveStatus::Arrived {
+            self.stop();
+        }
+    }
+
     fn guest(&self) -> Option<Arc<dyn Guest>> {
         (self.status() == ReceiveStatus::Arrived).then(|| Arc::clone(&self.guest) as _)
     }

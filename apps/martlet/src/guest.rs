@@ -56,6 +56,8 @@ pub(crate) trait Incoming: Send + Sync {
     fn failures(&self) -> (u64, Option<String>);
     fn wait(&self, timeout: Duration) -> ReceiveStatus;
     fn stop(&self);
+    /// The same, unless the guest has arrived: in one step.
+    fn stop_unless_arrived(&self);
     /// The guest, once the status is `Arrived`.
     fn guest(&self) -> Option<Arc<dyn Guest>>;
 }

@@ -281,6 +281,10 @@ impl Incoming for EngineIncoming {
         self.receiver.stop();
     }
 
+    fn stop_unless_arrived(&self) {
+        self.receiver.stop_unless_arrived();
+    }
+
     fn guest(&self) -> Option<Arc<dyn Guest>> {
         let machine = self.factory.machine()?;
         Some(Arc::new(MachineGuest(machine)))

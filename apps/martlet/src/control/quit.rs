@@ -248,9 +248,7 @@ impl Control {
     /// can. Otherwise the guest arrives, and stays if nobody has asked for an end with it.
     fn settle_incoming(&self, incoming: &dyn Incoming) -> Result<(), Obstacle> {
         // One with its guest here goes on to answer for it, if that guest is to stay.
-        if incoming.status() != ReceiveStatus::Arrived {
-            incoming.stop();
-        }
+        incoming.stop_unless_arrived();
         loop {
             match incoming.wait(LOOK_INTERVAL) {
                 ReceiveStatus::Stopped | ReceiveStatus::Listening { .. } => return Ok(()),

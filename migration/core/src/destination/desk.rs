@@ -172,6 +172,15 @@ impl Desk {
         Stopping::Nothing
     }
 
+    /// As [`Desk::stop`], but one whose guest is here, or can't be refused any more, is left as it
+    /// is: it goes on to answer for that guest.
+    pub fn stop_unless_arrived(&mut self) -> Stopping {
+        match self.status() {
+            ReceiveStatus::Arrived => Stopping::Nothing,
+            _ => self.stop(),
+        }
+    }
+
     /// From now on so many channels that show the token are let in.
     pub fn await_channels(&mut self, count: u16, token: [u8; 16]) {
         if let Place::Taken(current) = &mut self.place {
@@ -264,6 +273,20 @@ mod tests {
         assert_eq!((desk.status(), desk.is_closed()), (ReceiveStatus::Arrived, false));
         desk.stop();
         assert!(desk.is_closed());
+    }
+
+    #[test]
+    fn a_guest_that_is_to_stay_is_answered_for() {
+        let mut desk = desk();
+        let ledger = desk.try_begin(ONE).unwrap();
+        desk.decide(Fate::Committed);
+        assert_eq!(desk.stop_unless_arrived(), Stopping::Nothing);
+        desk.end(ledger, None);
+        assert_eq!(desk.stop_unless_arrived(), Stopping::Nothing);
+        assert_eq!((desk.status(), desk.is_closed()), (ReceiveStatus::Arrived, false));
+        let mut free = Desk::new(InstanceId([8; 16]));
+        free.stop_unless_arrived();
+        assert!(free.is_closed());
     }
 
     #[test]

@@ -256,13 +256,13 @@ impl Attempt {
 
     /// The guest goes on here.
     pub(super) fn resume(&mut self, permit: RunPermit, running: bool, io: &mut dyn SourceIo) {
+        // First of all: nothing that goes wrong here takes the permit with it.
+        self.switchover.stop = Stop::No;
+        io.vmm().resume(permit, RunState::of(running));
         let is_over = self.phase().is_over();
         if is_over {
             io.vmm().set_throttle(0);
         }
-        let state = if running { RunState::Running } else { RunState::Paused };
-        self.switchover.stop = Stop::No;
-        io.vmm().resume(permit, state);
         if let Some(lanes) = io.lanes() {
             lanes.disarm();
         }

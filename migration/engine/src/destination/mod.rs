@@ -8,6 +8,7 @@ mod shared;
 
 use crate::rdma::RdmaAccept;
 use crate::{DestinationFactory, Peer, host};
+use martlet_core::destination::Desk;
 pub use martlet_core::destination::ReceiveStatus;
 use martlet_transport::{Address, Listener, Stream};
 use martlet_units::ByteCount;
@@ -103,6 +104,12 @@ impl Receiver {
     /// process owes its source an answer. A guest that has arrived all the same stays, and whoever
     /// asks what became of it is answered, until this is called once it is here.
     pub fn stop(&self) {
-        self.shared.stop();
+        self.shared.stop(Desk::stop);
+    }
+
+    /// As [`Receiver::stop`], unless a guest has arrived: then nothing changes. Both is one step, so
+    /// a guest that arrives just then is answered for.
+    pub fn stop_unless_arrived(&self) {
+        self.shared.stop(Desk::stop_unless_arrived);
     }
 }

@@ -81,9 +81,10 @@ impl Shared {
         }
     }
 
-    pub(super) fn stop(&self) {
+    /// Stops in one of the desk's ways.
+    pub(super) fn stop(&self, way: fn(&mut Desk) -> Stopping) {
         self.change(|inner| {
-            if inner.desk.stop() == Stopping::TellAttempt
+            if way(&mut inner.desk) == Stopping::TellAttempt
                 && let Some(events) = &inner.events
             {
                 events.post(Event::Stop);

@@ -111,7 +111,7 @@ impl Destination {
         if let Some((_, limit)) = self.deadline.take_if(|(at, _)| *at <= now) {
             self.advance(now, Kind::Deadline, Input::Deadline { limit });
         }
-        if self.minds_silence() && self.silence.at() <= now {
+        if self.ends_by_silence() && self.silence.at() <= now {
             self.advance(now, Kind::Silence, Input::Silence);
         }
     }
@@ -124,7 +124,7 @@ impl Destination {
     /// When to call [`Destination::on_timeout`]; `None` if nothing is waited for.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let deadline = self.deadline.map(|(at, _)| at);
-        let silence = self.minds_silence().then(|| self.silence.at());
+        let silence = self.ends_by_silence().then(|| self.silence.at());
         [deadline, silence].into_iter().flatten().min()
     }
 
@@ -241,7 +241,7 @@ impl Destination {
 
     /// Whether silence means a lost peer: wherever it pings, and its going away means that this
     /// attempt is over.
-    fn minds_silence(&self) -> bool {
+    fn ends_by_silence(&self) -> bool {
         match self.phase() {
             DestinationPhase::Accepting | DestinationPhase::Receiving | DestinationPhase::Armed => {
                 true

@@ -12,11 +12,10 @@ use crate::clock::Pinger;
 use crate::failure::Failure;
 use crate::limits;
 use crate::reaction::Reaction;
-use core::mem;
 use core::time::Duration;
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Control, Rehearsed, SetupDone};
-use state::State;
+use state::{Right, State};
 use std::collections::VecDeque;
 use table::Kind;
 
@@ -25,6 +24,7 @@ use table::Kind;
 pub struct Source {
     config: SourceConfig,
     state: State,
+    right: Right,
     actions: VecDeque<SourceAction>,
     pinger: Pinger,
     /// When the phase, or the part of it that waits for the peer, has taken too long.
@@ -35,14 +35,21 @@ pub struct Source {
     /// A stop was called off: no round begins before the answer to the ping of that moment. Rounds
     /// could overtake the message about it else.
     awaited_pong: Option<u64>,
+    /// The next step panics once it has done everything.
+    #[cfg(test)]
+    panics_next: bool,
 }
 
 /// What makes the machine move.
 #[derive(Debug)]
 enum Input {
     Event(SourceEvent),
+    /// [`SourceEvent::Paused`], whose permit is held already.
+    Paused,
     Silence,
-    Deadline { limit: Duration },
+    Deadline {
+        limit: Duration,
+    },
 }
 
 impl Source {
@@ -52,6 +59,7 @@ impl Source {
         let mut source = Source {
             config,
             state: State::SettingUp,
+            right: Right::NotHere,
             actions: VecDeque::from([SourceAction::Send(setup)]),
             pinger: Pinger::new(now),
             deadline: None,
@@ -59,6 +67,8 @@ impl Source {
             peer: None,
             rehearsed: None,
             awaited_pong: None,
+            #[cfg(test)]
+            panics_next: false,
         };
         source.deadline = source.phase_deadline(now, SourcePhase::SettingUp);
         source.ping(now);
@@ -92,7 +102,7 @@ impl Source {
         if let Some((_, limit)) = self.deadline.take_if(|(at, _)| *at <= now) {
             self.advance(now, Kind::Deadline, Input::Deadline { limit });
         }
-        if self.minds_silence() && self.pinger.silent_at() <= now {
+        if self.ends_by_silence() && self.pinger.silent_at() <= now {
             self.advance(now, Kind::Silence, Input::Silence);
         }
         if self.pings() && self.pinger.next_ping() <= now {
@@ -112,7 +122,7 @@ impl Source {
     /// When to call [`Source::on_timeout`]; `None` if nothing is waited for.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let deadline = self.deadline.map(|(at, _)| at);
-        let silence = self.minds_silence().then(|| self.pinger.silent_at());
+        let silence = self.ends_by_silence().then(|| self.pinger.silent_at());
         let ping = self.pings().then(|| self.pinger.next_ping());
         [deadline, silence, ping].into_iter().flatten().min()
     }
@@ -167,7 +177,10 @@ impl Source {
     /// The one place where the state changes, as the table allows it.
     fn advance(&mut self, now: Instant, kind: Kind, input: Input) {
         let from = self.phase();
-        let state = mem::replace(&mut self.state, State::Between);
+        let input = self.hold(now, input);
+        // The state stays until the next one is known: whoever catches a panic finds the machine as
+        // it was, and the permit with it.
+        let state = self.state.clone();
         let (next, allowed): (State, &[SourcePhase]) = match table::reaction(from, kind) {
             Reaction::Ignore => (state, &[]),
             Reaction::Act(allowed) => (self.step(now, state, input), allowed),
@@ -177,17 +190,31 @@ impl Source {
             }
             Reaction::Misuse => {
                 let (event, phase) = (kind.label(), from.label());
-                (self.misused(state, input, Failure::Misuse { event, phase }), &[])
+                (self.fail(state, Failure::Misuse { event, phase }), &[])
             }
         };
+        #[cfg(test)]
+        assert!(!core::mem::take(&mut self.panics_next), "a test wants it");
         let to = next.phase();
         let planned = to == from || to == table::fallback(from) || allowed.contains(&to);
-        // The state first: whoever catches the panic finds the permit in it.
         self.state = next;
         assert!(planned, "{kind:?} led from {from:?} to {to:?}");
         if to != from {
             self.deadline = self.phase_deadline(now, to);
         }
+    }
+
+    /// Takes the permit that an input brings, if the guest may still be here and has no other.
+    fn hold(&mut self, now: Instant, input: Input) -> Input {
+        let Input::Event(SourceEvent::Paused { permit, running }) = input else { return input };
+        let has_left = matches!(
+            self.phase(),
+            SourcePhase::Confirming | SourcePhase::Completed | SourcePhase::GivenUp
+        );
+        if matches!(self.right, Right::NotHere) && !has_left {
+            self.right = Right::Held { permit, running, since: now };
+        }
+        Input::Paused
     }
 
     /// How long a phase may take from its beginning. Some set a deadline on their way instead.
@@ -245,7 +272,7 @@ impl Source {
 
     /// Whether silence means a lost peer. While the destination builds the machine its memory may
     /// be so scarce that nothing of it gets to run; that phase has a deadline of its own.
-    fn minds_silence(&self) -> bool {
+    fn ends_by_silence(&self) -> bool {
         self.pings() && self.phase() != SourcePhase::SettingUp
     }
 

@@ -5,31 +5,33 @@ use super::{Input, Source};
 use crate::failure::{Doubt, Failure};
 use crate::limits;
 use crate::permit::{CommittedPermit, OperatorOverride, Refusal, RunPermit};
+use core::mem;
 use martlet_units::Instant;
 use martlet_wire::control::{
     Abandon, Answer, Commit, Committed, Control, Fate, STATE_BYTES_MAX, State as SavedState,
     SwitchoverSoon,
 };
 
-/// A stopped guest.
+/// What this side has of the right to run the guest. It stands beside the state, so that a step that
+/// panics loses nothing of it.
 #[derive(Debug)]
-pub(super) struct Held {
-    pub(super) permit: RunPermit,
-    pub(super) running: bool,
-    pub(super) since: Instant,
+pub(super) enum Right {
+    /// The VMM has it, or nobody here any more.
+    NotHere,
+    /// The guest is stopped.
+    Held { permit: RunPermit, running: bool, since: Instant },
+    /// It was given away.
+    Given { permit: CommittedPermit, running: bool },
 }
 
-/// A guest that was given away.
-#[derive(Debug)]
-pub(super) struct Given {
-    pub(super) permit: CommittedPermit,
-    pub(super) running: bool,
+impl Right {
+    fn take(&mut self) -> Right {
+        mem::replace(self, Right::NotHere)
+    }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum State {
-    /// While a step is being taken; never seen from outside.
-    Between,
     SettingUp,
     Connecting {
         connected: bool,
@@ -51,25 +53,20 @@ pub(super) enum State {
         last_round: u32,
     },
     Switching {
-        held: Held,
         last_round: u32,
         pages_sent: bool,
         state_sent: bool,
     },
     Comparing {
-        held: Held,
         last_round: u32,
         ours: Option<[u8; 32]>,
         theirs: Option<[u8; 32]>,
     },
     Committing {
-        given: Given,
         /// How the control connection was lost, if it was.
         lost: Option<String>,
     },
-    Undecided {
-        given: Given,
-    },
+    Undecided,
     Withdrawing {
         failure: Failure,
     },
@@ -85,7 +82,6 @@ pub(super) enum State {
 impl State {
     pub(super) fn phase(&self) -> SourcePhase {
         match self {
-            State::Between => unreachable!("a step ends with a state"),
             State::SettingUp => SourcePhase::SettingUp,
             State::Connecting { .. } => SourcePhase::Connecting,
             State::Sending { .. } => SourcePhase::Sending,
@@ -95,7 +91,7 @@ impl State {
             State::Switching { .. } => SourcePhase::Switching,
             State::Comparing { .. } => SourcePhase::Comparing,
             State::Committing { .. } => SourcePhase::Committing,
-            State::Undecided { .. } => SourcePhase::Undecided,
+            State::Undecided => SourcePhase::Undecided,
             State::Withdrawing { .. } => SourcePhase::Withdrawing,
             State::Confirming { .. } => SourcePhase::Confirming,
             State::Completed => SourcePhase::Completed,
@@ -117,11 +113,11 @@ impl Source {
             }
             Input::Event(SourceEvent::ControlLost { reason }) => match state {
                 // The answer may still be had by a question, until the deadline.
-                State::Committing { given, .. } => State::Committing { given, lost: Some(reason) },
+                State::Committing { .. } => State::Committing { lost: Some(reason) },
                 state => self.fail(state, Failure::ControlLost { reason }),
             },
             Input::Event(SourceEvent::Malformed { reason }) => match state {
-                State::Committing { given, .. } => State::Committing { given, lost: Some(reason) },
+                State::Committing { .. } => State::Committing { lost: Some(reason) },
                 state => self.fail(state, Failure::Malformed { reason }),
             },
             Input::Event(SourceEvent::ChannelLost { reason }) => {
@@ -134,6 +130,7 @@ impl Source {
                 self.fail(state, Failure::Cancelled { reason })
             }
             Input::Event(SourceEvent::Received(message)) => self.on_message(now, state, message),
+            Input::Paused => self.on_paused(now, state),
             Input::Event(event) => self.on_report(now, state, event),
         }
     }
@@ -184,13 +181,13 @@ impl Source {
                 let what = "a rehearsal that was not asked for".to_owned();
                 self.fail(state, Failure::Contradiction { what })
             }
-            (State::Comparing { held, last_round, ours, theirs }, Control::Digest(digest)) => {
+            (State::Comparing { last_round, ours, theirs }, Control::Digest(digest)) => {
                 if theirs.is_some() {
                     let what = "a second digest".to_owned();
-                    let state = State::Comparing { held, last_round, ours, theirs };
+                    let state = State::Comparing { last_round, ours, theirs };
                     return self.fail(state, Failure::Contradiction { what });
                 }
-                self.compare(now, held, last_round, ours, Some(digest.digest))
+                self.compare(now, last_round, ours, Some(digest.digest))
             }
             (state, message) => self.on_verdict(state, message),
         }
@@ -199,17 +196,19 @@ impl Source {
     /// Messages that end something.
     fn on_verdict(&mut self, state: State, message: Control) -> State {
         match (state, message) {
-            (State::Committing { .. } | State::Undecided { .. }, Control::Committed(committed)) => {
+            (State::Committing { .. } | State::Undecided, Control::Committed(committed)) => {
                 // The permit is dropped here: the guest never runs in this process again.
+                self.right = Right::NotHere;
                 self.actions.push_back(SourceAction::MovedAway(committed));
                 State::Confirming { committed }
             }
-            (State::Committing { given, .. } | State::Undecided { given }, message) => {
+            (State::Committing { .. } | State::Undecided, message) => {
                 let (Control::CommitRefused(why) | Control::Abandon(why)) = message else {
                     unreachable!("the table lets no other message through")
                 };
                 let proof = Refusal::from_message(&why);
-                self.take_back(given, proof, Failure::Refused { reason: why.reason })
+                let failure = Failure::Refused { reason: why.reason };
+                self.take_back(|permit| permit.revive(proof), failure)
             }
             (State::Confirming { committed }, Control::Alive(alive)) => {
                 let (committed, alive) = (Some(committed), Some(alive));
@@ -248,24 +247,6 @@ impl Source {
             (State::Deciding { round }, SourceEvent::Decided(decision)) => {
                 self.on_decision(round, decision)
             }
-            (State::Pausing { last_round }, SourceEvent::Paused { permit, running }) => {
-                self.actions.push_back(SourceAction::RunLastRound { round: last_round });
-                self.actions.push_back(SourceAction::SaveState);
-                self.pinger.ping_again_after(now, limits::STOPPED_PING_INTERVAL);
-                let held = Held { permit, running, since: now };
-                State::Switching { held, last_round, pages_sent: false, state_sent: false }
-            }
-            (State::Withdrawing { failure }, SourceEvent::Paused { permit, running }) => {
-                self.actions.push_back(SourceAction::Resume { permit, running });
-                self.end(failure)
-            }
-            (
-                state @ (State::Failed | State::Cancelled),
-                SourceEvent::Paused { permit, running },
-            ) => {
-                self.actions.push_back(SourceAction::Resume { permit, running });
-                state
-            }
             (State::Sending { round, sent, received }, SourceEvent::ChannelsMove) => {
                 if sent && !received {
                     self.expect_within(now, limits::ROUND_ACK_MAX);
@@ -276,53 +257,69 @@ impl Source {
         }
     }
 
+    /// The guest is stopped, and its permit is held.
+    fn on_paused(&mut self, now: Instant, state: State) -> State {
+        match state {
+            State::Pausing { last_round } => {
+                self.actions.push_back(SourceAction::RunLastRound { round: last_round });
+                self.actions.push_back(SourceAction::SaveState);
+                self.pinger.ping_again_after(now, limits::STOPPED_PING_INTERVAL);
+                State::Switching { last_round, pages_sent: false, state_sent: false }
+            }
+            State::Withdrawing { failure } => {
+                self.let_go_on();
+                self.end(failure)
+            }
+            state @ (State::Failed | State::Cancelled) => {
+                self.let_go_on();
+                state
+            }
+            state => unreachable!("the table lets it through in {:?}", state.phase()),
+        }
+    }
+
     fn on_switchover_report(&mut self, now: Instant, state: State, event: SourceEvent) -> State {
         match (state, event) {
             (
-                State::Switching { held, last_round, pages_sent, state_sent },
+                State::Switching { last_round, pages_sent, state_sent },
                 SourceEvent::LastRoundSent { round },
             ) => {
                 if round != last_round {
-                    let state = State::Switching { held, last_round, pages_sent, state_sent };
+                    let state = State::Switching { last_round, pages_sent, state_sent };
                     return self.wrong_round(state);
                 }
-                self.end_switching(now, held, last_round, true, state_sent)
+                self.end_switching(now, last_round, true, state_sent)
             }
             (
-                State::Switching { held, last_round, pages_sent, .. },
+                State::Switching { last_round, pages_sent, .. },
                 SourceEvent::StateSaved { bytes },
             ) => {
                 if let Some(failure) = too_long(&bytes) {
-                    let state =
-                        State::Switching { held, last_round, pages_sent, state_sent: false };
+                    let state = State::Switching { last_round, pages_sent, state_sent: false };
                     return self.fail(state, failure);
                 }
                 let clock = self.clock(now).map(Into::into);
                 self.send(Control::FinalState(SavedState { clock, ..SavedState::new(bytes) }));
-                self.end_switching(now, held, last_round, pages_sent, true)
+                self.end_switching(now, last_round, pages_sent, true)
             }
-            (
-                State::Switching { held, last_round, pages_sent, state_sent },
-                SourceEvent::CalledOff,
-            ) => {
+            (State::Switching { last_round, pages_sent, state_sent }, SourceEvent::CalledOff) => {
                 if pages_sent || state_sent || !self.may_call_off() {
-                    let state = State::Switching { held, last_round, pages_sent, state_sent };
+                    let state = State::Switching { last_round, pages_sent, state_sent };
                     let (event, phase) = ("a stop that can't be called off", state.phase().label());
                     return self.fail(state, Failure::Misuse { event, phase });
                 }
-                let Held { permit, running, .. } = held;
-                self.actions.push_back(SourceAction::Resume { permit, running });
+                self.let_go_on();
                 let called_off = Some(true);
                 self.send(Control::SwitchoverSoon(SwitchoverSoon { last_round, called_off }));
                 self.awaited_pong = Some(now.0);
                 self.ping(now);
                 State::Sending { round: last_round, sent: false, received: false }
             }
-            (State::Comparing { held, last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {
-                self.compare(now, held, last_round, Some(ours), theirs)
+            (State::Comparing { last_round, theirs, .. }, SourceEvent::OwnDigest(ours)) => {
+                self.compare(now, last_round, Some(ours), theirs)
             }
-            (State::Undecided { given }, SourceEvent::Overridden { by, answer }) => {
-                self.on_override(given, by, answer)
+            (State::Undecided, SourceEvent::Overridden { by, answer }) => {
+                self.on_override(by, answer)
             }
             (state, SourceEvent::Fate(answer)) => self.on_fate(state, &answer),
             (state, _) => unreachable!("the table lets it through in {:?}", state.phase()),
@@ -386,8 +383,8 @@ impl Source {
     /// Commits if nothing but a sign of life was missing.
     fn commit_if_due(&mut self, now: Instant, state: State) -> State {
         match state {
-            State::Switching { held, last_round, pages_sent, state_sent } => {
-                self.end_switching(now, held, last_round, pages_sent, state_sent)
+            State::Switching { last_round, pages_sent, state_sent } => {
+                self.end_switching(now, last_round, pages_sent, state_sent)
             }
             state => state,
         }
@@ -396,49 +393,53 @@ impl Source {
     fn end_switching(
         &mut self,
         now: Instant,
-        held: Held,
         last_round: u32,
         pages_sent: bool,
         state_sent: bool,
     ) -> State {
         if !(pages_sent && state_sent) {
-            return State::Switching { held, last_round, pages_sent, state_sent };
+            return State::Switching { last_round, pages_sent, state_sent };
         }
         if !self.config.verify {
             if !self.is_heard(now) {
                 // Nobody could say what became of a commit that nobody is there to read.
                 self.ping_if_room(now, limits::STOPPED_PING_INTERVAL);
-                return State::Switching { held, last_round, pages_sent, state_sent };
+                return State::Switching { last_round, pages_sent, state_sent };
             }
-            return self.commit(now, held, last_round);
+            return self.commit(now, last_round);
         }
         self.send(Control::AskDigest);
         self.actions.push_back(SourceAction::ComputeDigest);
-        State::Comparing { held, last_round, ours: None, theirs: None }
+        State::Comparing { last_round, ours: None, theirs: None }
     }
 
     fn compare(
         &mut self,
         now: Instant,
-        held: Held,
         last_round: u32,
         ours: Option<[u8; 32]>,
         theirs: Option<[u8; 32]>,
     ) -> State {
         match (ours, theirs) {
-            (Some(here), Some(there)) if here == there => self.commit(now, held, last_round),
+            (Some(here), Some(there)) if here == there => self.commit(now, last_round),
             (Some(_), Some(_)) => {
-                let state = State::Comparing { held, last_round, ours, theirs };
+                let state = State::Comparing { last_round, ours, theirs };
                 self.fail(state, Failure::MemoryDiffers)
             }
-            (None, _) | (_, None) => State::Comparing { held, last_round, ours, theirs },
+            (None, _) | (_, None) => State::Comparing { last_round, ours, theirs },
         }
     }
 
     /// The right to run the guest leaves.
-    fn commit(&mut self, now: Instant, held: Held, last_round: u32) -> State {
-        let Held { permit, running, since } = held;
-        let permit = permit.give_away();
+    fn commit(&mut self, now: Instant, last_round: u32) -> State {
+        let Right::Held { permit, running, since } = self.right.take() else {
+            let reason = "the right to run the guest is not here".to_owned();
+            let state = State::Comparing { last_round, ours: None, theirs: None };
+            return self.fail(state, Failure::Host { reason });
+        };
+        self.right = Right::Given { permit: permit.give_away(), running };
+        // Even if the rest panics: the commit may be on its way.
+        self.state = State::Committing { lost: None };
         let migration = self.config.setup.migration;
         let accepted = self.config.downtime_limit;
         let complete = limits::complete_max(accepted, now.since(since));
@@ -446,33 +447,50 @@ impl Source {
         self.send(Control::Commit(Commit { migration, last_round, running, complete_within_ms }));
         let round_trip = self.round_trip().unwrap_or_default();
         self.expect_within(now, limits::answer_max(accepted, complete, round_trip));
-        State::Committing { given: Given { permit, running }, lost: None }
+        State::Committing { lost: None }
     }
 
-    fn take_back(&mut self, given: Given, proof: Refusal, failure: Failure) -> State {
-        let Given { permit, running } = given;
-        let permit = permit.revive(proof);
-        self.actions.push_back(SourceAction::Resume { permit, running });
+    /// A stopped guest goes on.
+    fn let_go_on(&mut self) {
+        match self.right.take() {
+            Right::Held { permit, running, .. } => {
+                self.actions.push_back(SourceAction::Resume { permit, running });
+            }
+            right => self.right = right,
+        }
+    }
+
+    /// The guest that was given away goes on here after all.
+    fn take_back(
+        &mut self,
+        revive: impl FnOnce(CommittedPermit) -> RunPermit,
+        failure: Failure,
+    ) -> State {
+        if let Right::Given { permit, running } = self.right.take() {
+            let permit = revive(permit);
+            self.actions.push_back(SourceAction::Resume { permit, running });
+        }
         self.end(failure)
     }
 
     fn on_fate(&mut self, state: State, answer: &Answer) -> State {
-        let (given, lost, has_time) = match state {
-            State::Committing { given, lost } => (given, lost, true),
-            State::Undecided { given } => (given, None, false),
+        let (lost, has_time) = match state {
+            State::Committing { lost } => (lost, true),
+            State::Undecided => (None, false),
             state => unreachable!("the table lets no answer through in {:?}", state.phase()),
         };
         let asked = self.peer.expect("a commit follows a SetupDone").instance;
         if let Some(proof) = Refusal::from_answer(answer, asked) {
-            return self.take_back(given, proof, Failure::NeverArrived);
+            return self.take_back(|permit| permit.revive(proof), Failure::NeverArrived);
         }
         let reason = if answer.instance == asked {
             match answer.fate {
                 Fate::Committed => {
+                    self.right = Right::NotHere;
                     self.finish(SourceOutcome::Completed { committed: None, alive: None });
                     return State::Completed;
                 }
-                Fate::Pending if has_time => return State::Committing { given, lost },
+                Fate::Pending if has_time => return State::Committing { lost },
                 Fate::Pending => Doubt::Pending,
                 Fate::Abandoned | Fate::Unknown => unreachable!("is a proof"),
             }
@@ -480,25 +498,23 @@ impl Source {
             Doubt::OtherProcess
         };
         self.finish(SourceOutcome::Undecided { reason });
-        State::Undecided { given }
+        State::Undecided
     }
 
     /// The process that got the commit knows better than any operator; without it, the operator
     /// answers for what follows.
-    fn on_override(&mut self, given: Given, by: OperatorOverride, answer: Option<Answer>) -> State {
+    fn on_override(&mut self, by: OperatorOverride, answer: Option<Answer>) -> State {
         let asked = self.peer.expect("a commit follows a SetupDone").instance;
         if let Some(answer) = answer.filter(|answer| answer.instance == asked) {
-            return self.on_fate(State::Undecided { given }, &answer);
+            return self.on_fate(State::Undecided, &answer);
         }
         match by {
             OperatorOverride::RunHere(word) => {
-                let Given { permit, running } = given;
-                let permit = permit.revive_by_override(word);
-                self.actions.push_back(SourceAction::Resume { permit, running });
-                self.end(Failure::TakenBack)
+                self.take_back(|permit| permit.revive_by_override(word), Failure::TakenBack)
             }
-            // The permit is dropped here.
             OperatorOverride::GiveUp(_) => {
+                // The permit is dropped here.
+                self.right = Right::NotHere;
                 self.finish(SourceOutcome::GivenUp);
                 State::GivenUp
             }
@@ -507,8 +523,9 @@ impl Source {
 
     /// The way out of every failure.
     pub(super) fn fail(&mut self, state: State, failure: Failure) -> State {
+        // The guest first.
+        self.let_go_on();
         match state {
-            State::Between => unreachable!("a step ends with a state"),
             State::SettingUp
             | State::Connecting { .. }
             | State::Sending { .. }
@@ -521,24 +538,22 @@ impl Source {
                 self.tell_peer(&failure);
                 State::Withdrawing { failure }
             }
-            State::Switching { held, .. } | State::Comparing { held, .. } => {
-                let Held { permit, running, .. } = held;
-                self.actions.push_back(SourceAction::Resume { permit, running });
+            State::Switching { .. } | State::Comparing { .. } => {
                 self.tell_peer(&failure);
                 self.end(failure)
             }
-            State::Committing { given, lost } => {
+            State::Committing { lost } => {
                 let lost = lost.map(|reason| Failure::ControlLost { reason });
                 let reason = Doubt::Unconfirmed(lost.unwrap_or(failure));
                 self.finish(SourceOutcome::Undecided { reason });
-                State::Undecided { given }
+                State::Undecided
             }
             State::Confirming { committed } => {
                 let committed = Some(committed);
                 self.finish(SourceOutcome::Completed { committed, alive: None });
                 State::Completed
             }
-            State::Undecided { .. }
+            State::Undecided
             | State::Withdrawing { .. }
             | State::Completed
             | State::Failed
@@ -552,32 +567,16 @@ impl Source {
     fn host_failed(&mut self, state: State, failure: Failure) -> State {
         match state {
             State::Pausing { .. } => {
+                self.let_go_on();
                 self.tell_peer(&failure);
                 self.end(failure)
             }
-            State::Withdrawing { failure: first } => self.end(first),
+            State::Withdrawing { failure: first } => {
+                self.let_go_on();
+                self.end(first)
+            }
             state => self.fail(state, failure),
         }
-    }
-
-    /// A report that can't be true. If it brings a permit that this machine has not yet had, that
-    /// goes back.
-    pub(super) fn misused(&mut self, state: State, input: Input, failure: Failure) -> State {
-        let before_pause = matches!(
-            state,
-            State::SettingUp
-                | State::Connecting { .. }
-                | State::Sending { .. }
-                | State::Rehearsing { .. }
-                | State::Deciding { .. }
-        );
-        match input {
-            Input::Event(SourceEvent::Paused { permit, running }) if before_pause => {
-                self.actions.push_back(SourceAction::Resume { permit, running });
-            }
-            _ => {}
-        }
-        self.fail(state, failure)
     }
 
     fn wrong_round(&mut self, state: State) -> State {

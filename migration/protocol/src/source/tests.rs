@@ -1,6 +1,6 @@
 //! The source alone: its table, every cell of it, and the fate of the permit.
 
-use super::state::{Given, Held, State};
+use super::state::{Right, State};
 use super::table::{KINDS, Kind, PHASES, fallback, reaction};
 use super::{
     Decision, Input, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
@@ -14,6 +14,7 @@ use martlet_wire::control::{
     Abandon, Alive, Answer, Committed, Control, Digest, Fate, InstanceId, MeasuredClock,
     MigrationId, Pong, Rehearsed, RoundReceived, STATE_BYTES_MAX, Setup, SetupDone, WireRange,
 };
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 const T0: Instant = Instant(1_000_000_000);
 const HERE: InstanceId = InstanceId([1; 16]);
@@ -44,12 +45,18 @@ fn done() -> SetupDone {
     }
 }
 
-fn held() -> Held {
-    Held { permit: RunPermit::for_new_guest(), running: true, since: T0 }
-}
-
-fn given() -> Given {
-    Given { permit: RunPermit::for_new_guest().give_away(), running: true }
+/// What a machine in such a state has.
+fn right_in(state: &State) -> Right {
+    let permit = RunPermit::for_new_guest();
+    match state.phase() {
+        SourcePhase::Switching | SourcePhase::Comparing => {
+            Right::Held { permit, running: true, since: T0 }
+        }
+        SourcePhase::Committing | SourcePhase::Undecided => {
+            Right::Given { permit: permit.give_away(), running: true }
+        }
+        _ => Right::NotHere,
+    }
 }
 
 fn committed() -> Committed {
@@ -73,13 +80,13 @@ fn states() -> Vec<State> {
     states.push(State::Deciding { round: u32::MAX });
     states.push(State::Pausing { last_round: 5 });
     for (pages_sent, state_sent) in flags {
-        states.push(State::Switching { held: held(), last_round: 5, pages_sent, state_sent });
+        states.push(State::Switching { last_round: 5, pages_sent, state_sent });
     }
     for (ours, theirs) in [(None, None), (Some([3; 32]), None), (None, Some([3; 32]))] {
-        states.push(State::Comparing { held: held(), last_round: 5, ours, theirs });
+        states.push(State::Comparing { last_round: 5, ours, theirs });
     }
-    states.push(State::Committing { given: given(), lost: None });
-    states.push(State::Undecided { given: given() });
+    states.push(State::Committing { lost: None });
+    states.push(State::Undecided);
     for failure in [Failure::Silence, Failure::Cancelled { reason: String::new() }] {
         states.push(State::Withdrawing { failure });
     }
@@ -164,19 +171,14 @@ fn machine(verify: bool, state: State) -> Source {
     let mut source = Source::new(T0, config(verify));
     source.actions.clear();
     source.peer = Some(done());
+    source.right = right_in(&state);
     source.state = state;
     source
 }
 
 /// Permits in the machine and on their way out of it, alive or inert.
 fn permits(source: &Source) -> usize {
-    let inside = match source.state {
-        State::Switching { .. }
-        | State::Comparing { .. }
-        | State::Committing { .. }
-        | State::Undecided { .. } => 1,
-        _ => 0,
-    };
+    let inside = usize::from(!matches!(source.right, Right::NotHere));
     let resumed = |action: &&SourceAction| matches!(action, SourceAction::Resume { .. });
     inside + source.actions.iter().filter(resumed).count()
 }
@@ -208,6 +210,7 @@ fn every_cell_of_the_table_holds() {
                     Input::Event(event) => Input::Event(copy(event)),
                     Input::Silence => Input::Silence,
                     Input::Deadline { limit } => Input::Deadline { limit: *limit },
+                    Input::Paused => unreachable!("made inside only"),
                 };
                 check_cell(machine(verify, state), kind, input);
             }
@@ -286,12 +289,41 @@ fn check_cell(mut source: Source, kind: Kind, input: Input) {
     assert!(!(committing && resuming), "{told}");
 }
 
+/// Wherever a step panics: a guest that stood runs on, unless its commit may be on its way.
+#[test]
+fn a_step_that_panics_loses_no_permit() {
+    for index in 0..states().len() {
+        for (kind, input) in inputs() {
+            let mut source = machine(false, states().swap_remove(index));
+            let (from, told) = (source.phase(), format!("{:?} {kind:?}", source.phase()));
+            let paused = matches!(input, Input::Event(SourceEvent::Paused { .. }));
+            source.panics_next = true;
+            let step = AssertUnwindSafe(|| source.advance(T0, kind, input));
+            assert!(catch_unwind(step).is_err());
+            source.on_event(T0, SourceEvent::HostFailed { reason: some_reason() });
+
+            let to = source.phase();
+            let stood = match from {
+                SourcePhase::Switching | SourcePhase::Comparing => true,
+                SourcePhase::Pausing | SourcePhase::Withdrawing => paused,
+                _ => false,
+            };
+            let actions = actions(&mut source);
+            let goes_on = actions.iter().any(|a| matches!(a, SourceAction::Resume { .. }));
+            let commits =
+                actions.iter().any(|a| matches!(a, SourceAction::Send(Control::Commit(_))));
+            assert!(!stood || goes_on != commits, "{told} led to {to:?}");
+            assert_eq!(commits, stood && to == SourcePhase::Committing, "{told} led to {to:?}");
+        }
+    }
+}
+
 fn actions(source: &mut Source) -> Vec<SourceAction> {
     core::iter::from_fn(|| source.poll_action()).collect()
 }
 
 fn undecided() -> Source {
-    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    let mut source = machine(false, State::Committing { lost: None });
     source.deadline = Some((T0, Duration::from_secs(2)));
     source.on_event(T0, SourceEvent::ControlLost { reason: some_reason() });
     assert_eq!(source.phase(), SourcePhase::Committing, "the answer may be had by a question");
@@ -383,7 +415,7 @@ fn the_destination_knows_better_than_an_operator() {
 
 #[test]
 fn nothing_but_doubt_can_be_overridden() {
-    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    let mut source = machine(false, State::Committing { lost: None });
     source.on_event(T0, SourceEvent::Overridden { by: run_here(), answer: None });
     assert_eq!(source.phase(), SourcePhase::Committing);
     assert!(actions(&mut source).is_empty());
@@ -391,7 +423,7 @@ fn nothing_but_doubt_can_be_overridden() {
 
 #[test]
 fn a_commit_confirmed_late_is_confirmed() {
-    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    let mut source = machine(false, State::Committing { lost: None });
     source.deadline = Some((T0, Duration::from_secs(2)));
     source.on_timeout(T0);
     assert_eq!(source.phase(), SourcePhase::Undecided);
@@ -460,8 +492,7 @@ fn deadlines_are_as_documented() {
 
 #[test]
 fn a_state_too_long_to_send_fails_before_the_commit() {
-    let held = held();
-    let state = State::Switching { held, last_round: 5, pages_sent: true, state_sent: false };
+    let state = State::Switching { last_round: 5, pages_sent: true, state_sent: false };
     let mut source = machine(false, state);
     source.on_event(T0, SourceEvent::StateSaved { bytes: vec![0; STATE_BYTES_MAX + 1] });
     let told = actions(&mut source);
@@ -472,7 +503,7 @@ fn a_state_too_long_to_send_fails_before_the_commit() {
 #[test]
 fn memory_that_differs_is_not_handed_over() {
     for ours_first in [true, false] {
-        let state = State::Comparing { held: held(), last_round: 5, ours: None, theirs: None };
+        let state = State::Comparing { last_round: 5, ours: None, theirs: None };
         let mut source = machine(true, state);
         let ours = SourceEvent::OwnDigest([3; 32]);
         let theirs = SourceEvent::Received(Control::Digest(Digest { digest: [4; 32] }));
@@ -500,8 +531,8 @@ fn clock_sent(theirs: &ClockKey, offset_ns: i64) -> Option<MeasuredClock> {
             answered_ns: (T0.0 + 50).saturating_add_signed(offset_ns),
         })),
     );
-    let (held, last_round) = (held(), 5);
-    source.state = State::Switching { held, last_round, pages_sent: true, state_sent: false };
+    let last_round = 5;
+    source.state = State::Switching { last_round, pages_sent: true, state_sent: false };
     source.peer = Some(SetupDone { clock_proof, ..done() });
     let saved = SourceEvent::StateSaved { bytes: vec![1] };
     source.on_event(T0.after(Duration::from_nanos(100)), saved);
@@ -531,8 +562,7 @@ fn equal_names_are_not_one_clock_if_the_pings_say_otherwise() {
 /// A frozen destination's source would be undecided, and its guest stopped, for as long as it is.
 #[test]
 fn a_destination_that_was_not_heard_lately_gets_no_commit() {
-    let held = held();
-    let state = State::Switching { held, last_round: 5, pages_sent: true, state_sent: false };
+    let state = State::Switching { last_round: 5, pages_sent: true, state_sent: false };
     let mut source = machine(false, state);
     let late = T0.after(limits::UNHEARD_MAX + Duration::from_millis(1));
     source.on_event(late, SourceEvent::StateSaved { bytes: vec![1] });
@@ -583,8 +613,7 @@ fn the_whole_blackout_has_one_bound() {
 #[test]
 fn a_stop_that_is_called_off_lets_the_guest_run_and_the_round_go_on() {
     let switching = |pages_sent, state_sent| {
-        let held = held();
-        machine(false, State::Switching { held, last_round: 5, pages_sent, state_sent })
+        machine(false, State::Switching { last_round: 5, pages_sent, state_sent })
     };
     let mut source = switching(false, false);
     source.rehearsed = Some(Rehearsed { load_ns: 1, start_ns: 1 });
@@ -659,7 +688,7 @@ fn a_round_is_awaited_for_as_long_as_it_moves() {
 
 #[test]
 fn a_guest_that_is_known_to_run_there_is_not_undecided() {
-    let mut source = machine(false, State::Committing { given: given(), lost: None });
+    let mut source = machine(false, State::Committing { lost: None });
     source.on_event(T0, SourceEvent::ControlLost { reason: some_reason() });
     source.on_event(T0, SourceEvent::Fate(Answer { instance: HERE, fate: Fate::Pending }));
     assert_eq!(source.phase(), SourcePhase::Committing);
