@@ -114,6 +114,11 @@ impl Default for Greeting {
 }
 
 impl Greeting {
+    /// Whether nothing of it has come.
+    pub fn is_silent(&self) -> bool {
+        self.filled == 0
+    }
+
     /// Reads what is there, without waiting; `None` until it is whole. Whoever speaks something
     /// else is told apart at the first wrong byte. The caller answers with [`reply`].
     pub fn advance(&mut self, stream: &impl Connection) -> Result<Option<Hello>, GreetingError> {

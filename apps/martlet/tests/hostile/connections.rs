@@ -6,15 +6,23 @@ use crate::wire::{
     ABANDON, ANSWER, CONTROL, DATA, FINAL_STATE, Peer, QUERY, QUERY_FATE, RDMA, REHEARSE, SETUP,
     UNKNOWN, Value, header, hello, map, message,
 };
+use rustix::net::{AddressFamily, SocketType};
+use std::collections::VecDeque;
 use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
 
 /// More than a destination keeps.
-const MANY: usize = 300;
+const MANY: usize = 600;
 /// What bytes of a peer may cost that are thrown away.
 const MEMORY_MAX: u64 = 16 << 20;
 
 fn fate(port: u16, name: u8) -> u64 {
-    let mut asker = Peer::accepted(port, QUERY);
+    ask(Peer::accepted(port, QUERY), name)
+}
+
+fn ask(mut asker: Peer, name: u8) -> u64 {
     asker.say(&message(QUERY_FATE, &map([(0, Value::Bytes(vec![name; 16]))]))).unwrap();
     asker.expect(ANSWER).field(1).expect("a fate").number()
 }
@@ -29,6 +37,74 @@ fn silent_connections_keep_nobody_out() {
     let _more: Vec<Peer> = (0..MANY).map(|_| Peer::silent(destination.port).unwrap()).collect();
     attempt.end_round(0);
     assert_eq!(fate(destination.port, 9), UNKNOWN);
+}
+
+/// Connects without end and says nothing, while `body` runs; that is given what waits until as many
+/// more as a destination may keep were turned away.
+fn with_a_stream_of_silent_connections(port: u16, body: impl FnOnce(&dyn Fn())) {
+    let (turned_away, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut silent = VecDeque::new();
+            while !is_over.load(Ordering::Relaxed) {
+                silent.extend(Peer::silent(port));
+                if silent.len() > MANY && silent.pop_front().is_some_and(|mut it| it.is_closed()) {
+                    turned_away.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        });
+        let ends = Ends(&is_over);
+        body(&|| {
+            let enough = turned_away.load(Ordering::Relaxed) + MANY;
+            while turned_away.load(Ordering::Relaxed) < enough {
+                thread::yield_now();
+            }
+        });
+        drop(ends);
+    });
+}
+
+/// Also if the body panics: the scope waits for its threads.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Whoever has begun to speak loses no place to those that say nothing, however slow the way is.
+#[test]
+fn a_stream_of_silent_connections_keeps_nobody_out() {
+    let destination = Destination::new(&[]);
+    let setup = setup_of(&captured_setup(&[]), 4);
+    with_a_stream_of_silent_connections(destination.port, |wait| {
+        wait();
+        let asker = Peer::accepted(destination.port, QUERY);
+        let mut greeting = Peer::silent(destination.port).unwrap();
+        let hello = hello(QUERY, 0, &[]);
+        greeting.say(&hello[..20]).unwrap();
+        let mut attempt = Attempt::begin(destination.port, &setup);
+        wait();
+        assert_eq!(ask(asker, 9), UNKNOWN);
+        assert_eq!(greeting.ends_greeting(&hello[20..]).unwrap(), 0);
+        assert_eq!(ask(greeting, 9), UNKNOWN);
+        attempt.end_round(0);
+    });
+}
+
+/// Whoever has most of the places is the one who loses them.
+#[test]
+fn many_askers_of_one_host_do_not_keep_another_host_out() {
+    let destination = Destination::new(&[]);
+    let other = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&other, &SocketAddrV4::new(Ipv4Addr::new(127, 0, 0, 2), 0)).unwrap();
+    let there = SocketAddrV4::new(Ipv4Addr::LOCALHOST, destination.port);
+    rustix::net::connect(&other, &there).unwrap();
+    let mut other = Peer(TcpStream::from(other));
+    assert_eq!(other.ends_greeting(&hello(QUERY, 0, &[])).unwrap(), 0);
+    let _asking: Vec<Peer> = (0..MANY).map(|_| Peer::accepted(destination.port, QUERY)).collect();
+    assert_eq!(ask(other, 9), UNKNOWN);
 }
 
 #[test]

@@ -245,11 +245,17 @@ impl Peer {
     /// Connects and greets; the status that the listener answers, 0 if it accepts.
     pub(crate) fn greet(port: u16, hello: &[u8; HELLO_BYTES]) -> io::Result<(Peer, u16)> {
         let mut peer = Peer::silent(port)?;
-        peer.say(hello)?;
+        let status = peer.ends_greeting(hello)?;
+        Ok((peer, status))
+    }
+
+    /// Says what is left of a hello; the status that the listener answers.
+    pub(crate) fn ends_greeting(&mut self, rest: &[u8]) -> io::Result<u16> {
+        self.say(rest)?;
         let mut reply = [0; REPLY_BYTES];
-        peer.0.read_exact(&mut reply)?;
+        self.0.read_exact(&mut reply)?;
         assert_eq!(&reply[..8], b"\x89MARTLET");
-        Ok((peer, u16::from_le_bytes([reply[10], reply[11]])))
+        Ok(u16::from_le_bytes([reply[10], reply[11]]))
     }
 
     /// Connects with a role that must be accepted.

@@ -2,6 +2,7 @@
 //! and answers the queries. It never waits for one of them.
 
 use super::events::Event;
+use super::places::{Connection, Places, Speaking};
 use super::serving;
 use super::shared::Shared;
 use crate::host;
@@ -17,20 +18,13 @@ use martlet_wire::frame::{Kind, Reader};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::{debug, warn};
 
-/// Connections that greet or ask at the same time. One more takes the place of the oldest: who
-/// greets at once is served, however many stay silent.
-const CONNECTIONS_MAX: usize = 256;
-
 /// Connections that are accepted before those that are there are looked at again.
 const ACCEPTS_AT_ONCE: usize = 32;
-
-/// Sources that wait at the same time for an attempt to end, and those that were let in and have not
-/// yet said what they bring: one more of them takes the place of the oldest.
-const SOURCES_MAX: usize = 8;
 
 /// How long a second source waits for the first one's attempt to end before it is turned away: one
 /// that tries again at once may come before the attempt that it gave up has ended here.
@@ -50,7 +44,7 @@ pub(super) fn run(listener: &Listener, shared: &Arc<Shared>) {
     let mut reception = Reception {
         listener,
         shared,
-        connections: Vec::new(),
+        connections: Places::default(),
         accept_at: None,
         spare: spare(),
         is_short: false,
@@ -67,46 +61,10 @@ fn spare() -> Option<File> {
     File::open("/dev/null").ok()
 }
 
-/// A connection that belongs nowhere yet.
-struct Connection {
-    speaking: Speaking,
-    /// It is closed then.
-    deadline: Instant,
-}
-
-enum Speaking {
-    /// Its hello is being read.
-    Greeting(Greeting, Stream),
-    /// A source waits, at this version, for the attempt of another one to end.
-    Queueing(u16, Stream),
-    /// A source was let in; its setup is being read.
-    Introducing(ControlLink),
-    /// Its query is.
-    Asking(ControlLink),
-}
-
-impl Connection {
-    fn stream(&self) -> &Stream {
-        match &self.speaking {
-            Speaking::Greeting(_, stream) | Speaking::Queueing(_, stream) => stream,
-            Speaking::Introducing(link) | Speaking::Asking(link) => link.stream(),
-        }
-    }
-
-    /// What is waited for. Nobody listens to a source that queues, but its end is heard.
-    fn wanted(&self) -> PollFlags {
-        match self.speaking {
-            Speaking::Queueing(..) => PollFlags::empty(),
-            _ => PollFlags::IN,
-        }
-    }
-}
-
 struct Reception<'a> {
     listener: &'a Listener,
     shared: &'a Arc<Shared>,
-    /// From the oldest to the newest.
-    connections: Vec<Connection>,
+    connections: Places,
     /// No connection is accepted before.
     accept_at: Option<Instant>,
     /// Open only to be closed when the host gives no other descriptor.
@@ -117,24 +75,23 @@ struct Reception<'a> {
 
 impl Reception<'_> {
     fn step(&mut self) {
-        let ready = self.wait();
+        let mut ready = self.wait().into_iter();
         // Before the looks: what changes from here on is seen by the next one.
         self.shared.wake.lower();
+        for connection in self.connections.take(|_| ready.next().unwrap_or(false)) {
+            self.advance(connection);
+        }
         let now = monotonic_now();
-        let mut ready = ready.into_iter();
-        for connection in std::mem::take(&mut self.connections) {
-            let is_ready = ready.next().unwrap_or(false);
+        let queues = |speaking: &Speaking| matches!(speaking, Speaking::Queueing(..));
+        for connection in self.connections.take(|it| it.deadline <= now || queues(&it.speaking)) {
             match connection.speaking {
-                Speaking::Queueing(..) if is_ready => {}
                 Speaking::Queueing(version, stream) => {
-                    self.queue(version, stream, connection.deadline);
+                    self.queue(version, stream, connection.from, connection.deadline);
                 }
-                _ if is_ready => self.advance(connection),
-                Speaking::Introducing(link) if now >= connection.deadline => {
+                Speaking::Introducing(link) => {
                     self.turn_away(link, &format!("no setup came within {SETUP_WAIT_MAX:?}"));
                 }
-                _ if now < connection.deadline => self.connections.push(connection),
-                _ => {}
+                Speaking::Greeting(..) | Speaking::Asking(_) => {}
             }
         }
         self.accept(now);
@@ -170,18 +127,13 @@ impl Reception<'_> {
             match self.listener.try_accept() {
                 Ok(Some(stream)) => {
                     self.is_short = false;
-                    if self.connections.len() == CONNECTIONS_MAX {
-                        let oldest = self.connections.remove(0);
-                        let full = HelloReply::refuse(Status::LIMIT);
-                        if let Speaking::Greeting(_, stream) = &oldest.speaking {
-                            drop(reply(stream, &full));
-                        }
-                    }
+                    let from = stream.peer().map(|peer| peer.ip());
                     let speaking = Speaking::Greeting(Greeting::default(), stream);
                     let deadline = now.after(GREETING_MAX);
-                    self.connections.push(Connection { speaking, deadline });
+                    self.connections.keep(Connection { speaking, deadline, from });
                 }
                 Ok(None) => return,
+                Err(_) if self.connections.turn_away_a_silent_one() => {}
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_short, true) {
                         warn!(%error, "cannot accept connections: refused until that passes");
@@ -207,44 +159,39 @@ impl Reception<'_> {
 
     /// Reads on a connection and, once it has said enough, sends it where it belongs.
     fn advance(&mut self, connection: Connection) {
-        let Connection { speaking, deadline } = connection;
-        match speaking {
+        let Connection { speaking, deadline, from } = connection;
+        let speaking = match speaking {
             Speaking::Greeting(mut greeting, stream) => match greeting.advance(&stream) {
-                Ok(Some(hello)) => self.dispatch(&hello, stream),
-                Ok(None) => {
-                    let speaking = Speaking::Greeting(greeting, stream);
-                    self.connections.push(Connection { speaking, deadline });
+                Ok(Some(hello)) => return self.dispatch(&hello, stream, from),
+                Ok(None) => Speaking::Greeting(greeting, stream),
+                Err(GreetingError::Io(error)) => {
+                    return debug!(%error, "a connection said nothing");
                 }
-                Err(GreetingError::Io(error)) => debug!(%error, "a connection said nothing"),
-                Err(error) => debug!(%error, "a connection was turned away"),
+                Err(error) => return debug!(%error, "a connection was turned away"),
             },
-            Speaking::Queueing(version, stream) => self.queue(version, stream, deadline),
+            // It has hung up.
+            Speaking::Queueing(..) => return,
             Speaking::Introducing(mut link) => {
                 match link.try_receive_if(|kind| kind == Kind::SETUP) {
-                    Ok(Some(Control::Setup(setup))) => self.begin(link, setup),
-                    Ok(_) => {
-                        let speaking = Speaking::Introducing(link);
-                        self.connections.push(Connection { speaking, deadline });
-                    }
-                    Err(error) => self.turn_away(link, &chain(&error)),
+                    Ok(Some(Control::Setup(setup))) => return self.begin(link, setup),
+                    Ok(_) => Speaking::Introducing(link),
+                    Err(error) => return self.turn_away(link, &chain(&error)),
                 }
             }
             Speaking::Asking(mut link) => match link.try_receive() {
                 Ok(Some(Control::Query(query))) => {
                     link.queue(&Control::Answer(self.shared.answer(query.migration)));
-                    drop(link.flush());
+                    return drop(link.flush());
                 }
-                Ok(None) => {
-                    let speaking = Speaking::Asking(link);
-                    self.connections.push(Connection { speaking, deadline });
-                }
-                Ok(Some(_)) => {}
-                Err(error) => debug!(error = chain(&error), "a query was turned away"),
+                Ok(None) => Speaking::Asking(link),
+                Ok(Some(_)) => return,
+                Err(error) => return debug!(error = chain(&error), "a query was turned away"),
             },
-        }
+        };
+        self.connections.keep(Connection { speaking, deadline, from });
     }
 
-    fn dispatch(&mut self, hello: &Hello, stream: Stream) {
+    fn dispatch(&mut self, hello: &Hello, stream: Stream, from: Option<IpAddr>) {
         let refuse = |status| drop(reply(&stream, &HelloReply::refuse(status)));
         let version = match hello.negotiate() {
             Ok(version) => version,
@@ -254,7 +201,9 @@ impl Reception<'_> {
             }
         };
         match hello.role {
-            Role::CONTROL => self.queue(version, stream, monotonic_now().after(BUSY_GRACE)),
+            Role::CONTROL => {
+                self.queue(version, stream, from, monotonic_now().after(BUSY_GRACE));
+            }
             Role::DATA => self.shared.admit_channel(hello, version, stream),
             Role::RDMA if self.shared.takes_rdma => {
                 self.shared.admit_channel(hello, version, stream);
@@ -264,7 +213,7 @@ impl Reception<'_> {
                 if reply(&stream, &HelloReply::accept(version)).is_ok() {
                     let speaking = Speaking::Asking(ControlLink::new(stream, Reader::Answerer));
                     let deadline = monotonic_now().after(QUERY_MAX);
-                    self.connections.push(Connection { speaking, deadline });
+                    self.connections.keep(Connection { speaking, deadline, from });
                 }
             }
             _ => refuse(Status::ROLE),
@@ -272,38 +221,21 @@ impl Reception<'_> {
     }
 
     /// Lets a source in as soon as no other is served, if that is before the deadline.
-    fn queue(&mut self, version: u16, stream: Stream, deadline: Instant) {
-        let is_queueing = |speaking: &Speaking| matches!(speaking, Speaking::Queueing(..));
+    fn queue(&mut self, version: u16, stream: Stream, from: Option<IpAddr>, deadline: Instant) {
         match self.shared.refusal() {
             None => {
                 if let Err(error) = reply(&stream, &HelloReply::accept(version)) {
                     return self.shared.note_failure(format!("the source hung up: {error}"));
                 }
-                self.make_room(|speaking| matches!(speaking, Speaking::Introducing(_)));
                 let speaking = Speaking::Introducing(ControlLink::new(stream, Reader::Destination));
                 let deadline = monotonic_now().after(SETUP_WAIT_MAX);
-                self.connections.push(Connection { speaking, deadline });
+                self.connections.keep(Connection { speaking, deadline, from });
             }
-            Some(Status::BUSY)
-                if monotonic_now() < deadline && self.count(is_queueing) < SOURCES_MAX =>
-            {
+            Some(Status::BUSY) if monotonic_now() < deadline => {
                 let speaking = Speaking::Queueing(version, stream);
-                self.connections.push(Connection { speaking, deadline });
+                self.connections.keep(Connection { speaking, deadline, from });
             }
             Some(status) => drop(reply(&stream, &HelloReply::refuse(status))),
-        }
-    }
-
-    fn count(&self, such: impl Fn(&Speaking) -> bool) -> usize {
-        self.connections.iter().filter(|connection| such(&connection.speaking)).count()
-    }
-
-    /// Closes the oldest of such connections if there are as many as may be.
-    fn make_room(&mut self, such: impl Fn(&Speaking) -> bool) {
-        if self.count(&such) >= SOURCES_MAX
-            && let Some(oldest) = self.connections.iter().position(|it| such(&it.speaking))
-        {
-            self.connections.remove(oldest);
         }
     }
 

@@ -3,6 +3,7 @@
 mod events;
 mod intake;
 mod listening;
+mod places;
 mod serving;
 mod shared;
 
