@@ -15,7 +15,7 @@ use martlet_wire::hello::Role;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -196,6 +196,45 @@ fn a_guest_whose_destination_is_gone_is_taken_back_or_given_up_by_its_operator()
         assert_eq!(pair.migration.resolve().unwrap(), end, "who asks later is told the same");
         pair.source.quit();
     }
+}
+
+/// What this host still holds of a commit when its operator takes the guest back never arrives.
+#[test]
+fn a_commit_that_did_not_get_away_is_not_sent_once_the_guest_is_taken_back() {
+    let factory = Arc::new(FakeFactory::default());
+    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory).unwrap();
+    let ((go_on, held), (seen, kinds)) = (mpsc::channel(), mpsc::channel());
+    let ends = Mutex::new(Some((held, seen)));
+    let to = relay::start(&receiver.address(), move |caller| {
+        if caller.role == Role::QUERY {
+            return;
+        }
+        let control = (caller.role == Role::CONTROL).then(|| ends.lock().unwrap().take().unwrap());
+        let (client, mut server) = caller.connect();
+        let (back, out) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+        let answers = thread::spawn(move || pass(back, out, &AtomicBool::new(false)));
+        match control {
+            None => pass(client, server, &AtomicBool::new(false)),
+            Some((held, seen)) => relay::messages(&client, |kind, frame| {
+                // From here on nothing is read until the guest is taken back.
+                let _ = kind != Kind::SWITCHOVER_SOON || held.recv().is_ok();
+                seen.send(kind).is_ok() && server.write_all(frame).is_ok()
+            }),
+        }
+        let _ = answers.join();
+    });
+    let source = FakeVmm::booted();
+    source.long_state.store(true, Ordering::SeqCst);
+    let vmm = Arc::<FakeVmm>::clone(&source);
+    let migration = Migration::start(vmm, &to, MigrateOptions::default()).unwrap();
+    let report = migration.wait(LIMIT).expect("it is over");
+    assert_eq!(report.outcome, martlet_engine::Outcome::Undecided, "{report:?}");
+    assert_eq!(migration.override_undecided(run_here()).unwrap(), Status::Failed);
+    assert!(source.is_running());
+    go_on.send(()).unwrap();
+    let kinds: Vec<Kind> = kinds.iter().collect();
+    assert!(!kinds.contains(&Kind::COMMIT), "{kinds:?}");
+    source.quit();
 }
 
 #[test]

@@ -105,6 +105,14 @@ impl Stream {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
+    /// Breaks the connection: by TCP, nothing that this host still holds of what was written goes
+    /// out any more. What was written to a Unix socket is its reader's already.
+    pub fn abort(&self) {
+        if rustix::net::connect_unspec(&self.fd).is_err() {
+            self.shutdown();
+        }
+    }
+
     /// A second handle of the same connection, for [`Stream::shutdown`] from elsewhere.
     pub fn try_clone(&self) -> io::Result<Stream> {
         Ok(Stream { fd: self.fd.try_clone()? })
@@ -271,6 +279,26 @@ mod tests {
         assert!(monotonic_now().since(began) > stall, "it took {:?}", monotonic_now().since(began));
         drop(stream);
         reader.join().unwrap();
+    }
+
+    #[test]
+    fn of_an_aborted_connection_nothing_more_is_sent() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        sockopt::set_socket_recv_buffer_size(&listener, 1 << 16).unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut peer, _) = listener.accept().unwrap();
+        let stream = Stream::from_tcp(stream).unwrap();
+        let mut written = 0;
+        while let Ok(more) = stream.write_now(&[7; 1 << 16]) {
+            written += more;
+        }
+        stream.abort();
+        assert!(stream.write_now(&[7]).is_err());
+        // It is told by a reset, in front of what it had or behind it.
+        let mut got = Vec::new();
+        let end = peer.read_to_end(&mut got).map_err(|error| error.kind());
+        assert_eq!(end, Err(io::ErrorKind::ConnectionReset));
+        assert!(got.len() < written, "{written}");
     }
 
     #[test]

@@ -189,7 +189,8 @@ pub enum Event {
     HostFailed(Error),
     /// The owner wants an undecided attempt settled.
     Resolve,
-    /// An operator wants to end one.
+    /// An operator wants to end one. The control connection is broken before this is told: nothing
+    /// that was sent and is still at this host may reach the peer later on.
     Override(OperatorOverride),
     /// What the destination said of one.
     Asked(Result<Answer, Error>),

@@ -117,7 +117,13 @@ impl<'ram> Outside<'ram> {
             Event::PageLost(page) => {
                 source::Event::LaneLost(Error::new(Fault::Host, "", page.to_string()))
             }
-            Event::Attempt(event) => event,
+            Event::Attempt(event) => {
+                if matches!(event, source::Event::Override(_)) {
+                    // A commit that did not get away yet must not arrive later on.
+                    self.control.stream().abort();
+                }
+                event
+            }
         })
     }
 

@@ -63,6 +63,8 @@ pub struct FakeVmm {
     pub at_stop: Mutex<Option<Arc<AtomicBool>>>,
     /// Takes longer to save than a destination may be unheard.
     pub slow_state: AtomicBool,
+    /// Its final state is as long as many a guest's.
+    pub long_state: AtomicBool,
     /// Its vCPU is never out of the guest.
     pub never_out: AtomicBool,
     stopped_at: Mutex<Option<Instant>>,
@@ -120,6 +122,7 @@ impl FakeVmm {
             dirty_at_stop: AtomicBool::new(false),
             at_stop: Mutex::new(None),
             slow_state: AtomicBool::new(false),
+            long_state: AtomicBool::new(false),
             never_out: AtomicBool::new(false),
             stopped_at: Mutex::new(None),
             resumed: AtomicU64::new(0),
@@ -426,7 +429,11 @@ impl SourceVmm for FakeVmm {
         if is_slow && monotonic_now().since(stopped) < Duration::from_millis(400) {
             return Poll::Pending;
         }
-        Poll::Ready(Ok(self.state()))
+        let mut state = self.state();
+        if self.long_state.load(Ordering::SeqCst) {
+            state.resize(512 << 10, 0);
+        }
+        Poll::Ready(Ok(state))
     }
 
     fn cancel_stop(&self) {
