@@ -48,9 +48,9 @@ impl Drop for Flood {
     }
 }
 
-/// Whoever floods gets no memory, and does not keep the owner from being heard.
-fn is_endured(mut destination: Destination, flood: &Flood) {
-    let (before, _) = destination.process.memory();
+/// Whoever floods gets no memory, measured from `before` the flood, and does not keep the owner from
+/// being heard.
+fn is_endured(mut destination: Destination, before: u64, flood: Flood) {
     std::thread::sleep(FLOOD);
     let (_, most) = destination.process.memory();
     assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);
@@ -58,7 +58,7 @@ fn is_endured(mut destination: Destination, flood: &Flood) {
     destination.process.ask("quit").expect("it hears its owner");
     destination.process.ended().expect("it ends");
     assert!(asked.elapsed() < COMES_MAX);
-    let _ = flood;
+    drop(flood);
 }
 
 fn ping() -> Vec<u8> {
@@ -70,8 +70,9 @@ fn a_source_that_pings_without_end_and_reads_nothing() {
     let destination = Destination::new(&[]);
     let setup = setup_of(&captured_setup(&[]), 1);
     let attempt = Attempt::begin(destination.port, &setup);
+    let (before, _) = destination.process.memory();
     let flood = Flood::new(&attempt.control.0, ping().repeat(1000));
-    is_endured(destination, &flood);
+    is_endured(destination, before, flood);
 }
 
 #[test]
@@ -82,11 +83,12 @@ fn a_channel_that_never_ends_while_the_last_pages_are_awaited() {
     attempt.end_round(0);
     let soon = map([(0, Value::Number(1))]);
     attempt.control.say(&message(SWITCHOVER_SOON, &soon)).unwrap();
+    let (before, _) = destination.process.memory();
     // So much that whoever reads until there is nothing more never looks at the time.
     let flood = Flood::new(&attempt.channels[0].0, pages_of_zeros(1).repeat(1000));
     let reason = attempt.reason();
     assert!(reason.contains("nothing heard from the peer"), "{reason}");
-    is_endured(destination, &flood);
+    is_endured(destination, before, flood);
 }
 
 #[test]

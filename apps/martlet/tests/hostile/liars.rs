@@ -2,10 +2,12 @@
 //! itself has sent its commit; and then its owner soon knows how it stands.
 
 use crate::played::{INSTANCE, Played, answer, committed, numbers, refused};
+use crate::support::process::Process;
 use crate::wire::{
     ALIVE, COMES_MAX, COMMIT, COMMITTED, SETUP_DONE, SWITCHOVER_SOON, UNKNOWN, Value, map, message,
 };
 use serde_json::json;
+use std::process::Command;
 use std::time::Duration;
 
 const OTHER_INSTANCE: [u8; 16] = [8; 16];
@@ -70,6 +72,27 @@ fn only_the_process_that_got_the_commit_gives_it_back() {
     liar.be_asked(INSTANCE, UNKNOWN);
     liar.comes_to("failed", COMES_MAX);
     liar.runs();
+}
+
+/// What an end may lose is lost by force alone, and the exit status says that.
+#[test]
+fn an_undecided_guest_is_ended_by_force_alone() {
+    let mut liar = Played::begin(&json!({}));
+    liar.until(COMMIT, 0);
+    // A breach: there is no telling what it did with the commit.
+    liar.say(&[message(SETUP_DONE, &map([]))]);
+    liar.comes_to("x-undecided", COMES_MAX);
+    let quit = |source: &Process, force: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_martlet"));
+        command.args(["quit", "--control"]).arg(source.control()).args(force);
+        command.output().expect("it starts")
+    };
+    let refused = quit(&liar.source, &[]);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("undecided"), "{said}");
+    liar.comes_to("x-undecided", COMES_MAX);
+    assert!(quit(&liar.source, &["--force"]).status.success());
+    assert_eq!(liar.source.ended().unwrap().code(), Some(4));
 }
 
 /// Its owner wants the guest stopped, whatever is predicted. How long a destination may take then

@@ -65,12 +65,3 @@ fn unheld(process: &Process) -> Vec<String> {
     assert!(seen > 1, "{seen} threads");
     unheld
 }
-
-#[test]
-fn quit_takes_force() {
-    let folder = Folder::new();
-    let control = folder.at("a");
-    let mut process = start_guest(&control);
-    assert!(martlet(&["quit", "--force", "--control", &control]).status.success());
-    assert!(process.wait().success());
-}

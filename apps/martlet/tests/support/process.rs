@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long a process may take until it serves its control socket, or until it is gone.
-const PATIENCE: Duration = Duration::from_secs(60);
+const COMES_MAX: Duration = Duration::from_secs(60);
 /// How long it may take for any command, on a host that has much else to do.
 const ANSWER_MAX: Duration = Duration::from_secs(90);
 /// Between two looks at a process that starts or ends.
@@ -68,7 +68,7 @@ impl Process {
         let vcpus = vcpus.to_string();
         let arguments = ["run", "--memory", "64M", "--vcpus", &vcpus, "--program", PROGRAM];
         let mut process = Process::start(dir, number, &arguments)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + COMES_MAX;
         while !process.guest()?.is_some_and(|guest| guest.filled) {
             if Instant::now() > deadline {
                 return Err(format!("the guest of {} does not fill its memory", process.name));
@@ -120,7 +120,7 @@ impl Process {
         let mut child = Unless(Some(child));
         let pid = child.0.as_ref().map(Pid::from_child).expect("just started");
         let killer = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| failed(e.into()))?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + COMES_MAX;
         let qmp = loop {
             match Client::connect_within(&control, ANSWER_MAX) {
                 Ok(qmp) => break qmp,
@@ -227,7 +227,7 @@ impl Process {
 
     /// Waits for the end of one that was killed, or that has closed its socket.
     pub(crate) fn ended(&mut self) -> Result<ExitStatus, String> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + COMES_MAX;
         loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => return Ok(status),
