@@ -6,7 +6,7 @@ mod fake;
 
 use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
-use martlet_transport::Address;
+use martlet_transport::{Address, Target, Until, connect_all};
 use martlet_wire::hello::Hello;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -143,9 +143,9 @@ fn a_machine_that_nobody_wants_any_more_is_not_built_to_its_end() {
 #[test]
 fn a_source_that_says_nothing_holds_nobody_up() {
     let (receiver, factory) = receiver();
-    let silent: Vec<_> = (0..20)
-        .map(|_| martlet_transport::connect(&receiver.address(), &Hello::control()).unwrap())
-        .collect();
+    let (to, until) = (receiver.address(), Until::within(LIMIT));
+    let target = Target::resolve(&to).unwrap().remove(0);
+    let silent = connect_all(&to, &target, &vec![Hello::control(); 20], &until).unwrap();
     assert_eq!(receiver.status(), ReceiveStatus::Listening { last_error: None });
     moves_now(&FakeVmm::booted(), &receiver, &factory);
     drop(silent);

@@ -8,7 +8,7 @@ use fake::{FakeFactory, FakeVmm, line};
 use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status, Then, Within,
 };
-use martlet_transport::{Address, connect};
+use martlet_transport::{Address, GreetingError, Stream, Target, Until, connect_all};
 use martlet_units::{ByteCount, BytesPerSec};
 use martlet_wire::hello::Hello;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn receiver() -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
@@ -29,7 +29,7 @@ fn receiver() -> (Receiver, Arc<FakeFactory>) {
 fn migrate(vmm: &Arc<FakeVmm>, to: &Receiver, options: MigrateOptions) -> Report {
     let vmm = Arc::<FakeVmm>::clone(vmm);
     let migration = Migration::start(vmm, &to.address(), options).unwrap();
-    migration.wait(PATIENCE).expect("a migration ends")
+    migration.wait(LIMIT).expect("a migration ends")
 }
 
 fn arrived(factory: &FakeFactory) -> Arc<FakeVmm> {
@@ -45,7 +45,7 @@ fn a_running_guest_moves() {
         let options = MigrateOptions { channels: Some(channels), ..MigrateOptions::default() };
         let report = migrate(&source, &receiver, options);
         assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
-        assert_eq!(receiver.wait(PATIENCE), ReceiveStatus::Arrived);
+        assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
         let there = arrived(&factory);
         assert!(there.is_running() && !source.holds_permit());
         assert_eq!(report.channels, channels);
@@ -139,7 +139,7 @@ fn a_cancelled_guest_stays_and_can_move_later() {
         std::thread::sleep(Duration::from_millis(1));
     }
     migration.cancel();
-    let report = migration.wait(PATIENCE).unwrap();
+    let report = migration.wait(LIMIT).unwrap();
     assert_eq!(report.outcome, Outcome::Cancelled, "{report:?}");
     assert!(source.is_running());
     while matches!(receiver.status(), ReceiveStatus::Active) {
@@ -174,8 +174,13 @@ fn a_destination_that_cannot_load_leaves_the_guest_here() {
     arrived(&factory).check_memory();
 }
 
+fn connect(to: &Address, hello: Hello) -> Result<Vec<Stream>, GreetingError> {
+    let target = Target::resolve(to).unwrap().remove(0);
+    connect_all(to, &target, &[hello], &Until::within(LIMIT))
+}
+
 #[test]
-fn strangers_do_not_disturb() {
+fn connections_that_are_no_migrations_do_not_disturb() {
     let (receiver, factory) = receiver();
     let Address::Tcp { host, port } = receiver.address() else { unreachable!() };
     let scan = |bytes: &[u8]| {
@@ -186,12 +191,12 @@ fn strangers_do_not_disturb() {
     let _open: Vec<TcpStream> =
         vec![scan(b""), scan(b"GET / HTTP/1.1\r\n\r\n"), scan(&[0; 64]), scan(b"\x89martlet")];
     // A data channel without an attempt, and one with a wrong token, are turned away.
-    assert!(connect(&receiver.address(), &Hello::data(0, [1; 16])).is_err());
+    assert!(connect(&receiver.address(), Hello::data(0, [1; 16])).is_err());
     let source = FakeVmm::booted();
     let report = migrate(&source, &receiver, MigrateOptions::default());
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
     // The place is taken now.
-    assert!(connect(&receiver.address(), &Hello::control()).is_err());
+    assert!(connect(&receiver.address(), Hello::control()).is_err());
     arrived(&factory).check_memory();
 }
 
@@ -200,7 +205,7 @@ fn nobody_there_is_one_clear_line() {
     let source = FakeVmm::booted();
     let nowhere: Address = "unix:/nonexistent/socket".parse().unwrap();
     let migration = Migration::start(source.clone(), &nowhere, MigrateOptions::default()).unwrap();
-    let report = migration.wait(PATIENCE).unwrap();
+    let report = migration.wait(LIMIT).unwrap();
     assert_eq!(report.outcome, Outcome::Failed);
     let error = line(&report).unwrap();
     assert!(error.contains("/nonexistent/socket") && !error.contains('\n'), "{error}");
@@ -277,13 +282,13 @@ fn a_guest_that_ends_fails_its_migration_and_both_sides_say_why() {
         MigrateOptions { bandwidth: Some(BytesPerSec(1 << 20)), ..MigrateOptions::default() };
     let migration =
         Migration::start(Arc::<FakeVmm>::clone(&vmm), &receiver.address(), options).unwrap();
-    let deadline = std::time::Instant::now() + PATIENCE;
+    let deadline = std::time::Instant::now() + LIMIT;
     while migration.progress().bytes_sent == ByteCount(0) {
         assert!(std::time::Instant::now() < deadline, "nothing is sent");
         std::thread::sleep(Duration::from_millis(1));
     }
     migration.guest_ended("shutdown");
-    let report = migration.wait(PATIENCE).expect("a migration ends");
+    let report = migration.wait(LIMIT).expect("a migration ends");
     let error = line(&report).unwrap_or_default();
     assert_eq!(
         (report.outcome, error.as_str()),

@@ -34,22 +34,14 @@ pub enum GreetingError {
 /// Connections that greet at the same time. A listener takes a few more before it calls it a flood.
 const GREETINGS_AT_ONCE: usize = 16;
 
-/// Connects and greets; returns once the listener has accepted. Blocks for as long as the name's
-/// lookup does, and [`GREETING_MAX`] beyond that.
-pub fn connect(to: &Address, hello: &Hello) -> Result<Stream, GreetingError> {
-    let (stream, _) = connect_first(to, hello, &Until::within(GREETING_MAX))?;
-    Ok(stream)
-}
-
-/// Connects to the first of an address's targets that takes the connection, and says which. Each
-/// has its part of the time. The lookup of a name can't be ended early; see [`Target::resolve`].
+/// Connects to the first of an address's targets that takes the connection, greets it, and says
+/// which it was. Each has its part of the time.
 pub fn connect_first(
     to: &Address,
+    targets: &[Target],
     hello: &Hello,
     until: &Until<'_>,
 ) -> Result<(Stream, Target), GreetingError> {
-    let failed = |source| GreetingError::Connect { to: to.clone(), source };
-    let targets = Target::resolve(to).map_err(failed)?;
     let mut last = io::Error::from(io::ErrorKind::TimedOut);
     for (target, left) in targets.iter().zip((1..=targets.len()).rev()) {
         let share = until.left() / u32::try_from(left).unwrap_or(u32::MAX);
@@ -62,7 +54,7 @@ pub fn connect_first(
             Err(error) => last = error,
         }
     }
-    Err(failed(last))
+    Err(GreetingError::Connect { to: to.clone(), source: last })
 }
 
 /// Connects once for each greeting, to one target, and returns when the listener has accepted all
@@ -243,7 +235,8 @@ mod tests {
         while let Ok(stream) = Stream::connect(&Target::Unix(path.clone()), &brief()) {
             kept.push(stream);
         }
-        let error = connect_first(&to, &Hello::control(), &brief()).unwrap_err();
+        let targets = Target::resolve(&to).unwrap();
+        let error = connect_first(&to, &targets, &Hello::control(), &brief()).unwrap_err();
         assert!(error.to_string().contains("timed out"), "{error}");
         let waker = std::sync::Arc::clone(&wake);
         std::thread::spawn(move || {
@@ -251,7 +244,7 @@ mod tests {
             waker.raise();
         });
         let until = Until::within(Duration::from_secs(3600)).or_cancelled(&wake);
-        let error = connect_first(&to, &Hello::control(), &until).unwrap_err();
+        let error = connect_first(&to, &targets, &Hello::control(), &until).unwrap_err();
         assert!(error.to_string().contains("cancelled"), "{error}");
         drop(listener);
         std::fs::remove_dir_all(&folder).unwrap();

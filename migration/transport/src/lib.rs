@@ -1,7 +1,7 @@
 //! Connections of a migration: addresses, greetings, the control connection, data channels.
 //!
 //! ```text
-//! connect / Listener::try_accept + Greeting + reply  every connection starts so
+//! connect_first / Listener::try_accept + Greeting + reply  every connection starts so
 //!    ControlLink                                    messages, both ways
 //!    PageSender ==> PageReceiver                    pages from guest memory to guest memory
 //! ```
@@ -26,9 +26,7 @@ pub use address::{Address, ParseAddressError};
 pub use connection::Connection;
 pub use control::{ControlLink, ReceiveError};
 pub use data::{Arrival, PageReceiver, PageSender, PagesReceiveError, Partly};
-pub use greeting::{
-    GREETING_MAX, Greeting, GreetingError, connect, connect_all, connect_first, reply,
-};
+pub use greeting::{GREETING_MAX, Greeting, GreetingError, connect_all, connect_first, reply};
 pub use listener::Listener;
 pub use raw::{Incoming, Outgoing};
 pub use socket_file::{SocketFile, SocketFileError, UNIX_PATH_MAX};

@@ -1,7 +1,7 @@
 //! The source's thread: drives the core of an attempt, and waits for what it waits for.
 
 use super::MigrateOptions;
-use super::connecting::{self, Unconnected};
+use super::connecting;
 use super::outside::Outside;
 use super::shared::Shared;
 use crate::{Error, Fault, Outcome, Report, SourceVmm, Status, host};
@@ -33,8 +33,7 @@ pub(super) fn run(start: Start) {
     // A driver catches its own panics; nobody would hear the end of an attempt that has none.
     let error = match host::guarded(|| connect(start, &ram)) {
         Ok(Ok(driver)) => return driver.run(),
-        Ok(Err(Unconnected::Failed(reason))) => Some(Error::new(Fault::Peer, "", reason)),
-        Ok(Err(Unconnected::Cancelled)) => None,
+        Ok(Err(error)) => (error.fault() != Fault::Cancelled).then_some(error),
         Err(reason) => Some(Error::new(Fault::Host, "", reason)),
     };
     info!(error = error.as_ref().map(Error::to_line), "the migration ended before it began");
@@ -46,9 +45,9 @@ pub(super) fn run(start: Start) {
     shared.finish(status, Report::not_begun(outcome, error, total));
 }
 
-fn connect(start: Start, ram: &Arc<GuestRam>) -> Result<Driver<'_>, Unconnected> {
-    let (stream, target) = connecting::control(&start.shared, &start.to)?;
-    Driver::new(start, ram, stream, target).map_err(Unconnected::Failed)
+fn connect(start: Start, ram: &Arc<GuestRam>) -> Result<Driver<'_>, Error> {
+    let (stream, target) = connecting::control(&start.shared, &start.to, Target::resolve)?;
+    Driver::new(start, ram, stream, target)
 }
 
 struct Driver<'ram> {
@@ -58,14 +57,15 @@ struct Driver<'ram> {
 }
 
 impl<'ram> Driver<'ram> {
-    /// Begins an attempt on a control connection. The error is one line for people.
+    /// Begins an attempt on a control connection.
     fn new(
         start: Start,
         ram: &'ram Arc<GuestRam>,
         stream: Stream,
         target: Target,
-    ) -> Result<Driver<'ram>, String> {
-        let random = host::random_id().map_err(|error| format!("no random bytes: {error}"))?;
+    ) -> Result<Driver<'ram>, Error> {
+        let random = host::random_id();
+        let random = random.map_err(|e| Error::caused(Fault::Host, "name the migration", e))?;
         let migration = MigrationId(random);
         let Start { vmm, to, options, .. } = &start;
         let channels = match to {

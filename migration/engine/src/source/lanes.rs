@@ -9,10 +9,10 @@ mod pages;
 mod queue;
 mod rdma;
 
-use super::events::Event;
+use super::events::{Event, lane_error};
 use super::shared::Shared;
 use crate::handover::Handover;
-use crate::host;
+use crate::{Error, Fault, host};
 use martlet_core::source::Sending;
 use martlet_policy::Pacer;
 use martlet_ram::{
@@ -391,8 +391,8 @@ fn run(
     // Nobody else would say that a lane is lost whose thread panicked.
     let event = match host::guarded(|| serve(lane, work, common, finder.as_mut())) {
         Ok(Ok(())) => return,
-        Ok(Err(error)) => Event::of_lane("a data channel broke", &error),
-        Err(reason) => Event::LaneLost { reason },
+        Ok(Err(error)) => Event::LaneLost(lane_error(&error)),
+        Err(panic) => Event::LaneLost(Error::new(Fault::Host, "", panic)),
     };
     if !common.stop.load(Ordering::Relaxed) {
         common.shared.events.post(event);

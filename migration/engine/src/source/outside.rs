@@ -1,7 +1,7 @@
 //! What the core of an attempt acts through in a process: sockets, lanes, threads and the VMM.
 
 use super::driver::Start;
-use super::events::Event;
+use super::events::{Event, lane_error};
 use super::lanes::{self, Common, Lane, LastRun, PageLane, RdmaLane};
 use super::shared::Shared;
 use super::{MigrateOptions, connecting, query};
@@ -111,12 +111,7 @@ impl<'ram> Outside<'ram> {
             }
             Event::BarrierSent { round } => source::Event::BarrierSent { round },
             Event::LaneRoom => source::Event::LaneRoom,
-            Event::LaneLost { reason } => {
-                source::Event::LaneLost(Error::new(Fault::Peer, "", reason))
-            }
-            Event::PageLost(page) => {
-                source::Event::LaneLost(Error::new(Fault::Host, "", page.to_string()))
-            }
+            Event::LaneLost(error) => source::Event::LaneLost(error),
             Event::Attempt(event) => {
                 if matches!(event, source::Event::Override(_)) {
                     // A commit that did not get away yet must not arrive later on.
@@ -249,8 +244,7 @@ impl SourceIo for Outside<'_> {
                 let (to, target, migration) =
                     (self.to.clone(), self.target.clone(), self.migration);
                 self.aside("martlet-query", source::Event::Asked, move || {
-                    let answer = query::ask(&to, &target, migration);
-                    answer.map_err(|reason| Error::new(Fault::Peer, "", reason))
+                    query::ask(&to, &target, migration)
                 });
             }
         }
@@ -358,12 +352,7 @@ impl Lanes for OpenLanes<'_> {
     }
 
     fn send_last(&mut self, chunks: &[Chunk], round: u32) -> Result<Sending, Error> {
-        self.lanes.advance(&mut self.run, chunks, round).map_err(|error| {
-            match Event::of_lane("a data channel broke", &error) {
-                Event::PageLost(page) => Error::new(Fault::Host, "", page.to_string()),
-                _ => Error::new(Fault::Peer, "", format!("a data channel broke: {error}")),
-            }
-        })
+        self.lanes.advance(&mut self.run, chunks, round).map_err(|error| lane_error(&error))
     }
 
     fn outlive_last(&self) -> bool {
