@@ -12,9 +12,12 @@ pub(crate) use vdpa::{VdpaArg, VdpaLatency, VdpaModel};
 use crate::accelerator::ZeroCheckArg;
 use crate::control::Verdict;
 use crate::failure::EXIT_STATUS_HELP;
+use crate::parameters::{
+    CHANNELS_MAX, QUEUES_MAX, check_bandwidth, check_downtime_limit, check_rdma_chunk, check_within,
+};
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use martlet_engine::{Provider, RdmaOptions, Then};
+use martlet_engine::{Provider, Then};
 use martlet_machine::VCPUS_MAX;
 use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, parse_duration};
@@ -22,17 +25,6 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Longest downtime limit that is accepted. A longer one is a slip of the unit.
-pub(crate) const DOWNTIME_LIMIT_MAX: Duration = Duration::from_secs(3600);
-/// Longest time that a migration can be given. A longer one is a slip of the unit.
-const WITHIN_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Shortest one; QMP says it in ms.
-const WITHIN_MIN: Duration = Duration::from_millis(1);
-/// Lowest bandwidth limit that is accepted: a page takes a third of a second then. A lower one is
-/// a slip of the unit.
-pub(crate) const BANDWIDTH_MIN: BytesPerSec = BytesPerSec(12_500);
-/// Most data channels, as in `martlet_wire::control::CHANNELS_MAX`.
-pub(crate) const CHANNELS_MAX: u16 = 128;
 /// Most runs of a demo.
 const RUNS_MAX: u32 = 100_000;
 
@@ -311,7 +303,9 @@ pub(crate) struct MigrateArgs {
 }
 
 /// What is done about a migration that takes too long.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, serde::Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize,
+)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ThenArg {
     /// Cancel it: the guest goes on where it was.
@@ -321,17 +315,6 @@ pub(crate) enum ThenArg {
     Throttle,
     /// Stop the guest for as long as the rest takes, whatever the downtime limit.
     Stop,
-}
-
-impl ThenArg {
-    /// The word for it.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            ThenArg::Cancel => "cancel",
-            ThenArg::Throttle => "throttle",
-            ThenArg::Stop => "stop",
-        }
-    }
 }
 
 impl From<ThenArg> for Then {
@@ -361,16 +344,17 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "N", value_parser = count::<u16>(CHANNELS_MAX.into()))]
     pub(crate) channels: Option<u16>,
     /// Longest blackout to accept, up to 1h. The guest is stopped when the predicted one fits.
-    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = downtime_limit)]
-    pub(crate) downtime_limit: Duration,
+    /// Default: 300ms.
+    #[arg(long, value_name = "TIME", value_parser = downtime_limit)]
+    pub(crate) downtime_limit: Option<Duration>,
     /// Compare both sides' memory before the commit. Lengthens the stop, so that no blackout is
     /// reported.
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Who finds zero pages: cpu, dsa:/dev/dsa/wqN.M[,...] (the CPU does what these don't take),
-    /// dsa:model, or auto for what this host has.
-    #[arg(long, value_name = "WHO", default_value = "cpu")]
-    pub(crate) zero_check: ZeroCheckArg,
+    /// Who finds zero pages: cpu (the default), dsa:/dev/dsa/wqN.M[,...] (the CPU does what these
+    /// don't take), dsa:model, or auto for what this host has.
+    #[arg(long, value_name = "WHO")]
+    pub(crate) zero_check: Option<ZeroCheckArg>,
     #[command(flatten)]
     pub(crate) rdma: RdmaArgs,
 }
@@ -378,22 +362,19 @@ pub(crate) struct TuningArgs {
 /// How guest memory goes to an address `rdma:`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct RdmaArgs {
-    /// What provides RDMA: ibv, soft, or auto for what the destination has.
-    #[arg(long, value_name = "NAME", default_value_t = Provider::Auto)]
-    pub(crate) rdma_provider: Provider,
+    /// What provides RDMA: ibv, soft, or auto (the default) for what the destination has.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) rdma_provider: Option<Provider>,
     /// Register all guest memory at the start on both sides, not as it is needed.
     #[arg(long)]
     pub(crate) rdma_pin_all: bool,
-    /// What is registered at a time: a power of two from 1M to 1G.
-    #[arg(long, value_name = "SIZE", default_value = "32M", value_parser = rdma_chunk)]
-    pub(crate) rdma_chunk: ByteCount,
-    /// Queue pairs, 1 to 64; the destination may grant fewer.
-    #[arg(long, value_name = "N", default_value_t = RdmaOptions::default().queues, value_parser = count::<u16>(QUEUES_MAX.into()))]
-    pub(crate) rdma_qps: u16,
+    /// What is registered at a time: a power of two from 1M to 1G. Default: 32M.
+    #[arg(long, value_name = "SIZE", value_parser = rdma_chunk)]
+    pub(crate) rdma_chunk: Option<ByteCount>,
+    /// Queue pairs, 1 to 64; the destination may grant fewer. Default: 4.
+    #[arg(long, value_name = "N", value_parser = count::<u16>(QUEUES_MAX.into()))]
+    pub(crate) rdma_qps: Option<u16>,
 }
-
-/// Most queue pairs, as in `martlet_wire::rdma::QUEUES_MAX`.
-pub(crate) const QUEUES_MAX: u16 = 64;
 
 /// How a result is shown.
 #[derive(Clone, Debug, Args)]
@@ -532,16 +513,6 @@ fn rdma_chunk(text: &str) -> Result<ByteCount, String> {
     Ok(size)
 }
 
-/// Refuses chunks that the protocol does not have.
-pub(crate) fn check_rdma_chunk(size: ByteCount) -> Result<(), String> {
-    let allowed = 1 << 20..=1 << 30;
-    if size.0.is_power_of_two() && allowed.contains(&size.0) {
-        Ok(())
-    } else {
-        Err("an RDMA chunk is a power of two from 1M to 1G".to_owned())
-    }
-}
-
 fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|e: martlet_transport::ParseAddressError| e.to_string())
 }
@@ -551,49 +522,16 @@ fn bandwidth(text: &str) -> Result<BytesPerSec, String> {
     if rate.0 == 0 { Err("nothing moves at a rate of 0".to_owned()) } else { check_bandwidth(rate) }
 }
 
-/// Refuses a limit so low that it is a slip of the unit.
-pub(crate) fn check_bandwidth(rate: BytesPerSec) -> Result<BytesPerSec, String> {
-    if rate < BANDWIDTH_MIN {
-        return Err(format!(
-            "a limit of {} bytes a second is refused: the least is {} (100 kbit/s)",
-            rate.0, BANDWIDTH_MIN.0
-        ));
-    }
-    Ok(rate)
-}
-
 fn within(text: &str) -> Result<Duration, String> {
     let limit = parse_duration(text).map_err(|e| e.to_string())?;
     check_within(limit)?;
     Ok(limit)
 }
 
-/// Refuses a time in which nothing can be done, and one above [`WITHIN_MAX`].
-pub(crate) fn check_within(limit: Duration) -> Result<(), String> {
-    if limit < WITHIN_MIN {
-        return Err("no guest moves within less than 1ms".to_owned());
-    }
-    if limit > WITHIN_MAX {
-        return Err("more than 30 days is refused".to_owned());
-    }
-    Ok(())
-}
-
 fn downtime_limit(text: &str) -> Result<Duration, String> {
     let limit = parse_duration(text).map_err(|e| e.to_string())?;
     check_downtime_limit(limit)?;
     Ok(limit)
-}
-
-/// Refuses a limit that no migration can keep, and one above [`DOWNTIME_LIMIT_MAX`].
-pub(crate) fn check_downtime_limit(limit: Duration) -> Result<(), String> {
-    if limit.is_zero() {
-        return Err("a downtime limit of 0 can't be kept".to_owned());
-    }
-    if limit > DOWNTIME_LIMIT_MAX {
-        return Err("a downtime limit above 1h is refused".to_owned());
-    }
-    Ok(())
 }
 
 /// A clap error as one line, without its `error: `, usage and tips.

@@ -11,6 +11,7 @@ mod guest;
 mod limits;
 mod log;
 mod output;
+mod parameters;
 mod qmp;
 mod report_json;
 mod scratch;

@@ -1,13 +1,13 @@
 //! Following a migration through its control socket.
 
-use crate::cli::{MigrateArgs, ThenArg, TuningArgs};
+use crate::cli::MigrateArgs;
 use crate::failure::Failure;
+use crate::parameters::Parameters;
 use crate::report_json::{OutcomeJson, ReportJson};
 use crate::snapshot::Snapshot;
 use crate::view::progress::MigrationProgress;
 use martlet_qmp::{Client, ClientError};
 use martlet_transport::{Address, UNIX_PATH_MAX};
-use martlet_units::BytesPerSec;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,12 +26,8 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(2);
 pub(crate) struct Request<'a> {
     /// Where to.
     pub(crate) to: &'a Address,
-    /// How.
-    pub(crate) tuning: &'a TuningArgs,
-    /// A limit for the rounds.
-    pub(crate) bandwidth: Option<BytesPerSec>,
-    /// A bound on the time until the guest is stopped, and what is done then.
-    pub(crate) within: Option<(Duration, ThenArg)>,
+    /// How; by default where it says nothing.
+    pub(crate) parameters: Parameters,
     /// The control socket where it is asked again what has become of a command without an answer.
     pub(crate) ask_again_at: Option<&'a Path>,
 }
@@ -39,13 +35,8 @@ pub(crate) struct Request<'a> {
 impl<'a> Request<'a> {
     /// What `martlet migrate` asks for.
     pub(crate) fn of(args: &'a MigrateArgs) -> Request<'a> {
-        Request {
-            to: &args.to,
-            tuning: &args.tuning,
-            bandwidth: args.bandwidth,
-            within: args.within.map(|limit| (limit, args.then)),
-            ask_again_at: Some(&args.control.path),
-        }
+        let ask_again_at = Some(args.control.path.as_path());
+        Request { to: &args.to, parameters: Parameters::from(args), ask_again_at }
     }
 }
 
@@ -57,8 +48,6 @@ pub(crate) fn migrate(
     progress: &mut MigrationProgress,
     interrupts: &AtomicU32,
 ) -> Result<ReportJson, Failure> {
-    // All of them, so that what an earlier client set does not linger; and in one command, so that
-    // a migration that runs already keeps its own.
     let to = request.to.absolute().map_err(|e| Failure::because(request.to, &e))?;
     if let Address::Unix(path) = &to
         && path.as_os_str().len() > UNIX_PATH_MAX
@@ -66,29 +55,8 @@ pub(crate) fn migrate(
         let text = format!("{to}: the path of a socket has at most {UNIX_PATH_MAX} bytes");
         return Err(Failure::Usage(text));
     }
-    let tuning = request.tuning;
-    let limit = u64::try_from(tuning.downtime_limit.as_micros()).unwrap_or(u64::MAX).max(1);
-    let (within, then) = request.within.unwrap_or_default();
-    let within = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
-    let pin_all = json!({ "capability": "rdma-pin-all", "state": tuning.rdma.rdma_pin_all });
-    // Who wants a guest slowed down only then wants it at full speed before.
-    let slows = json!({ "capability": "auto-converge", "state": then != ThenArg::Throttle });
-    let parameters = json!({
-        "multifd-channels": tuning.channels.unwrap_or(0),
-        "x-downtime-limit-us": limit,
-        "x-within": { "limit-ms": within, "then": then.word() },
-        "max-bandwidth": request.bandwidth.map_or(0, |rate| rate.0),
-        "x-verify": tuning.verify,
-        "x-zero-check": tuning.zero_check.to_string(),
-        "x-rdma-provider": tuning.rdma.rdma_provider.to_string(),
-        "x-rdma-chunk-size": tuning.rdma.rdma_chunk.0,
-        "x-rdma-queues": tuning.rdma.rdma_qps,
-    });
-    let arguments = json!({
-        "uri": to.to_string(),
-        "x-parameters": parameters,
-        "x-capabilities": [pin_all, slows],
-    });
+    // In one command, so that a migration that runs already keeps its own.
+    let arguments = json!({ "uri": to.to_string(), "x-parameters": request.parameters });
     let before = query(client)?;
     let result = match client.execute("migrate", &arguments) {
         Ok(_) => follow(client, progress, interrupts),

@@ -2,9 +2,10 @@
 
 use super::schema::{
     self, Capabilities, GiveUpArguments, MigrateArguments, NoArguments, RunHereArguments,
-    SetCapabilities, SetParameters,
+    SetCapabilities,
 };
 use crate::control::{Control, QuitCause};
+use crate::parameters::Parameters;
 use martlet_guest_program::{GuestCounters, NicCounters};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -120,13 +121,13 @@ pub(crate) fn execute(
             done()
         }
         "migrate-set-parameters" => {
-            let set: SetParameters = parse(arguments)?;
+            let set: Parameters = parse(arguments)?;
             control.set_options(set.check()?);
             done()
         }
         "migrate-set-capabilities" => {
             let set: SetCapabilities = parse(arguments)?;
-            control.set_options(set.check()?);
+            control.set_options(set.parameters()?.check()?);
             done()
         }
         "x-resolve-run-here" => {
@@ -165,7 +166,7 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
             done()
         }
         "query-migrate" => Ok(control.migration_info()),
-        "query-migrate-parameters" => Ok(schema::parameters(&control.options())),
+        "query-migrate-parameters" => Ok(json!(Parameters::from(&control.options()))),
         "query-migrate-capabilities" => Ok(schema::capabilities(&control.options())),
         "query-version" => Ok(schema::version()),
         "query-commands" => {

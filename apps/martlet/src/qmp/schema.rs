@@ -1,20 +1,14 @@
 //! Arguments and results of the commands: QEMU's qapi/migration.json as far as martlet has it.
 
 use super::events::status_word;
-use crate::accelerator::ZeroCheckArg;
-use crate::cli::{
-    CHANNELS_MAX, QUEUES_MAX, ThenArg, check_bandwidth, check_downtime_limit, check_rdma_chunk,
-    check_within,
-};
 use crate::control::Verdict;
+use crate::parameters::{Parameters, whole_ms};
 use crate::report_json::{OutrunJson, ReportJson, fault_word, ms, round_to};
-use martlet_engine::{MigrateOptions, ParseProviderError, Progress, Report, Status, Within};
-use martlet_ram::ZeroFinders;
+use martlet_engine::{MigrateOptions, Progress, Report, Status};
 use martlet_transport::Address;
-use martlet_units::{ByteCount, BytesPerSec, PAGE_SIZE};
+use martlet_units::PAGE_SIZE;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Arguments of a command that has none.
@@ -40,7 +34,8 @@ pub(crate) struct Capabilities {
 }
 
 /// Arguments of `migrate` and `migrate-incoming`. `detach` is taken and ignored, as in QEMU.
-/// What begins with `x-` is for `migrate` only: set if it starts, and together with that.
+/// `x-parameters` are for `migrate` only: set if it starts, and together with that; what is not
+/// among them is then as by default.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct MigrateArguments {
@@ -48,8 +43,7 @@ pub(crate) struct MigrateArguments {
     channels: Option<Vec<MigrationChannel>>,
     #[serde(rename = "detach")]
     _detach: Option<bool>,
-    x_parameters: Option<SetParameters>,
-    x_capabilities: Option<Vec<CapabilityState>>,
+    x_parameters: Option<Parameters>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -86,21 +80,18 @@ impl MigrateArguments {
 
     /// The same for a command that takes nothing else.
     pub(crate) fn address_only(&self) -> Result<Address, String> {
-        if self.x_parameters.is_some() || self.x_capabilities.is_some() {
-            return Err("'x-parameters' and 'x-capabilities' are the source's".into());
+        if self.x_parameters.is_some() {
+            return Err("'x-parameters' are the source's".into());
         }
         self.address()
     }
 
     /// The options that it comes with, checked.
     pub(crate) fn options(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
-        let parameters = self.x_parameters.as_ref().map(SetParameters::check).transpose()?;
-        let capabilities = self.x_capabilities.as_deref().map(check_capabilities).transpose()?;
+        let set = self.x_parameters.as_ref().map(Parameters::check).transpose()?;
         Ok(move |options: &mut MigrateOptions| {
-            if let Some(set) = parameters {
-                set(options);
-            }
-            if let Some(set) = capabilities {
+            if let Some(set) = set {
+                *options = MigrateOptions::default();
                 set(options);
             }
         })
@@ -156,133 +147,6 @@ pub(crate) fn socket_address(address: &Address) -> Value {
     }
 }
 
-/// Arguments of `migrate-set-parameters`. What is not given stays as it is.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(crate) struct SetParameters {
-    /// 1 to 128; 0 lets the source choose.
-    multifd_channels: Option<u64>,
-    /// In ms.
-    downtime_limit: Option<u64>,
-    /// The same in us, for limits that ms can't say. Not together with `downtime-limit`.
-    x_downtime_limit_us: Option<u64>,
-    /// Bytes a second; 0 lifts the limit.
-    max_bandwidth: Option<u64>,
-    /// How long the guest may take until it is stopped.
-    x_within: Option<WithinParameter>,
-    /// Compare memory before the commit.
-    x_verify: Option<bool>,
-    /// Who finds zero pages; as `--zero-check`.
-    x_zero_check: Option<String>,
-    /// What provides RDMA; as `--rdma-provider`.
-    x_rdma_provider: Option<String>,
-    /// Bytes that are registered at a time.
-    x_rdma_chunk_size: Option<u64>,
-    /// Queue pairs.
-    x_rdma_queues: Option<u64>,
-}
-
-/// A bound on the time until the guest is stopped for its switchover.
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct WithinParameter {
-    /// 0 lifts it.
-    limit_ms: u64,
-    #[serde(default)]
-    then: ThenArg,
-}
-
-impl WithinParameter {
-    fn check(self) -> Result<Option<Within>, String> {
-        if self.limit_ms == 0 {
-            return Ok(None);
-        }
-        let limit = Duration::from_millis(self.limit_ms);
-        check_within(limit).map_err(|e| format!("x-within: {e}"))?;
-        Ok(Some(Within { limit, then: self.then.into() }))
-    }
-}
-
-impl SetParameters {
-    /// Checks all of it, and opens what has to be opened. What it returns sets it and can't fail.
-    pub(crate) fn check(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
-        let channels = self.multifd_channels.map(check_channels).transpose()?;
-        let downtime_limit = match (self.downtime_limit, self.x_downtime_limit_us) {
-            (Some(_), Some(_)) => {
-                return Err("downtime-limit and x-downtime-limit-us exclude each other".into());
-            }
-            (Some(ms), None) => Some(Duration::from_millis(ms)),
-            (None, us) => us.map(Duration::from_micros),
-        };
-        downtime_limit.map_or(Ok(()), check_downtime_limit)?;
-        let bandwidth = match self.max_bandwidth {
-            Some(0) => Some(None),
-            Some(rate) => Some(Some(check_bandwidth(BytesPerSec(rate))?)),
-            None => None,
-        };
-        let within = self.x_within.map(WithinParameter::check).transpose()?;
-        let verify = self.x_verify;
-        let zero_finders = self.x_zero_check.as_deref().map(open_zero_check).transpose()?;
-        let provider = self.x_rdma_provider.as_deref().map(str::parse).transpose();
-        let provider = provider.map_err(|e: ParseProviderError| e.to_string())?;
-        self.x_rdma_chunk_size.map_or(Ok(()), |bytes| check_rdma_chunk(ByteCount(bytes)))?;
-        let chunk_bytes = self.x_rdma_chunk_size;
-        let queues = self.x_rdma_queues.map(check_queues).transpose()?;
-        Ok(move |options: &mut MigrateOptions| {
-            set(&mut options.channels, channels);
-            set(&mut options.downtime_limit, downtime_limit);
-            set(&mut options.bandwidth, bandwidth);
-            set(&mut options.within, within);
-            set(&mut options.verify, verify);
-            set(&mut options.zero_finders, zero_finders);
-            set(&mut options.rdma.provider, provider);
-            set(&mut options.rdma.chunk_bytes, chunk_bytes);
-            set(&mut options.rdma.queues, queues);
-        })
-    }
-}
-
-fn set<T>(field: &mut T, value: Option<T>) {
-    if let Some(value) = value {
-        *field = value;
-    }
-}
-
-fn check_channels(channels: u64) -> Result<Option<u16>, String> {
-    let count = u16::try_from(channels).ok().filter(|n| *n <= CHANNELS_MAX);
-    let range = || format!("multifd-channels must be 1 to {CHANNELS_MAX}, or 0 for automatic");
-    Ok(Some(count.ok_or_else(range)?).filter(|n| *n > 0))
-}
-
-fn check_queues(queues: u64) -> Result<u16, String> {
-    let queues = u16::try_from(queues).ok().filter(|n| (1..=QUEUES_MAX).contains(n));
-    queues.ok_or_else(|| format!("x-rdma-queues must be 1 to {QUEUES_MAX}"))
-}
-
-fn open_zero_check(text: &str) -> Result<Arc<dyn ZeroFinders>, String> {
-    let arg: ZeroCheckArg = text.parse().map_err(|e| format!("x-zero-check: {e}"))?;
-    arg.open()
-}
-
-/// What `query-migrate-parameters` returns.
-pub(crate) fn parameters(options: &MigrateOptions) -> Value {
-    json!({
-        "multifd-channels": options.channels.unwrap_or(0),
-        "downtime-limit": whole_ms(options.downtime_limit),
-        "x-downtime-limit-us": whole_us(options.downtime_limit),
-        "max-bandwidth": options.bandwidth.map_or(0, |rate| rate.0),
-        "x-within": {
-            "limit-ms": options.within.map_or(0, |within| whole_ms(within.limit)),
-            "then": options.within.map_or(ThenArg::Cancel, |within| within.then.into()).word(),
-        },
-        "x-verify": options.verify,
-        "x-zero-check": options.zero_finders.name(),
-        "x-rdma-provider": options.rdma.provider.to_string(),
-        "x-rdma-chunk-size": options.rdma.chunk_bytes,
-        "x-rdma-queues": options.rdma.queues,
-    })
-}
-
 /// Arguments of `migrate-set-capabilities`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -301,32 +165,23 @@ struct CapabilityState {
 const ALWAYS_ON: [&str; 4] = ["events", "multifd", "return-path", "switchover-ack"];
 
 impl SetCapabilities {
-    /// Checks all of it. What it returns sets it and can't fail.
-    pub(crate) fn check(&self) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
-        check_capabilities(&self.capabilities)
-    }
-}
-
-fn check_capabilities(
-    wanted: &[CapabilityState],
-) -> Result<impl FnOnce(&mut MigrateOptions) + use<>, String> {
-    let (mut auto_converge, mut pin_all) = (None, None);
-    for CapabilityState { capability, state } in wanted {
-        match (capability.as_str(), state) {
-            ("auto-converge", state) => auto_converge = Some(*state),
-            ("rdma-pin-all", state) => pin_all = Some(*state),
-            (name, true) if ALWAYS_ON.contains(&name) => {}
-            (name, false) if ALWAYS_ON.contains(&name) => {
-                return Err(format!("capability '{name}' can't be switched off"));
+    /// Those that are parameters of a migration; the others can only be what they are.
+    pub(crate) fn parameters(&self) -> Result<Parameters, String> {
+        let mut parameters = Parameters::default();
+        for CapabilityState { capability, state } in &self.capabilities {
+            match (capability.as_str(), state) {
+                ("auto-converge", state) => parameters.x_auto_converge = Some(*state),
+                ("rdma-pin-all", state) => parameters.x_rdma_pin_all = Some(*state),
+                (name, true) if ALWAYS_ON.contains(&name) => {}
+                (name, false) if ALWAYS_ON.contains(&name) => {
+                    return Err(format!("capability '{name}' can't be switched off"));
+                }
+                (_, false) => {}
+                (name, true) => return Err(format!("capability '{name}' is not supported")),
             }
-            (_, false) => {}
-            (name, true) => return Err(format!("capability '{name}' is not supported")),
         }
+        Ok(parameters)
     }
-    Ok(move |options: &mut MigrateOptions| {
-        set(&mut options.auto_converge, auto_converge);
-        set(&mut options.rdma.pin_all, pin_all);
-    })
 }
 
 /// What `query-migrate-capabilities` returns.
@@ -336,16 +191,6 @@ pub(crate) fn capabilities(options: &MigrateOptions) -> Value {
     list.push(json!({ "capability": "auto-converge", "state": options.auto_converge }));
     list.push(json!({ "capability": "rdma-pin-all", "state": options.rdma.pin_all }));
     Value::Array(list)
-}
-
-/// Whole microseconds.
-fn whole_us(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
-
-/// Whole milliseconds, rounded up: nothing that took time took 0 ms.
-fn whole_ms(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
 /// Arguments of `x-resolve-run-here`. What must be true is said by whoever wants it.
@@ -484,6 +329,7 @@ mod tests {
     use super::*;
     use crate::fake::progress;
     use martlet_engine::Outrun;
+    use martlet_units::BytesPerSec;
 
     fn address(json: Value) -> Result<String, String> {
         let arguments: MigrateArguments =
@@ -521,49 +367,12 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_parameter_changes_none() {
-        let mut options = MigrateOptions::default();
-        let set = |json: Value, options: &mut MigrateOptions| {
-            serde_json::from_value::<SetParameters>(json)
-                .map_err(|e| e.to_string())
-                .and_then(|set| set.check().map(|set| set(options)))
-        };
-        set(json!({"multifd-channels": 4, "max-bandwidth": 100_000}), &mut options).unwrap();
-        assert_eq!((options.channels, options.bandwidth), (Some(4), Some(BytesPerSec(100_000))));
-        for bad in [
-            json!({"multifd-channels": 1, "downtime-limit": 0}),
-            json!({"multifd-channels": 129}),
-            json!({"x-verify": true, "max-bandwidth": 1}),
-            json!({"x-within": {"limit-ms": 10, "then": "pray"}}),
-            json!({"x-within": {"then": "stop"}}),
-            json!({"x-within": {"limit-ms": u64::MAX}}),
-            json!({"downtime-limit": 3_600_001}),
-            json!({"downtime-limit": 5, "x-downtime-limit-us": 5000}),
-            json!({"downtime-limit": -1}),
-            json!({"downtime-limit": "1s"}),
-            json!({"xbzrle-cache-size": 1}),
-        ] {
-            let before = options.clone();
-            assert!(set(bad.clone(), &mut options).is_err(), "{bad}");
-            assert_eq!(format!("{options:?}"), format!("{before:?}"), "{bad}");
-        }
-        set(json!({"multifd-channels": 0, "max-bandwidth": 0}), &mut options).unwrap();
-        assert_eq!((options.channels, options.bandwidth), (None, None));
-        set(json!({"x-within": {"limit-ms": 9000, "then": "stop"}}), &mut options).unwrap();
-        assert_eq!(parameters(&options)["x-within"], json!({"limit-ms": 9000, "then": "stop"}));
-        set(json!({"x-within": {"limit-ms": 0}}), &mut options).unwrap();
-        assert_eq!(options.within, None);
-        set(json!({"x-downtime-limit-us": 500}), &mut options).unwrap();
-        assert_eq!(options.downtime_limit, Duration::from_micros(500));
-        assert_eq!(parameters(&options)["downtime-limit"], 1);
-    }
-
-    #[test]
     fn capabilities_say_what_martlet_is() {
         let mut options = MigrateOptions::default();
         let set = |name: &str, state: bool, options: &mut MigrateOptions| {
             let json = json!({"capabilities": [{"capability": name, "state": state}]});
-            serde_json::from_value::<SetCapabilities>(json).unwrap().check().map(|set| set(options))
+            let wanted = serde_json::from_value::<SetCapabilities>(json).unwrap();
+            wanted.parameters().map(|parameters| parameters.check().unwrap()(options))
         };
         set("auto-converge", false, &mut options).unwrap();
         assert!(!options.auto_converge);

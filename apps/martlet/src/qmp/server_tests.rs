@@ -345,10 +345,7 @@ fn a_refused_command_changes_nothing() {
     assert_eq!(refused.unwrap_err().to_string(), "a migration is running already");
     // Others that are refused for one part of what they set.
     for (command, arguments) in [
-        (
-            "migrate",
-            json!({"uri": "unix:/y", "x-capabilities": [{"capability": "rdma-pin-all", "state": true}]}),
-        ),
+        ("migrate", json!({"uri": "unix:/y", "x-parameters": {"x-rdma-pin-all": true}})),
         ("migrate", json!({"uri": "nowhere", "x-parameters": {"downtime-limit": 7}})),
         ("migrate-set-parameters", json!({"downtime-limit": 7, "multifd-channels": 9999})),
         ("migrate-set-parameters", json!({"max-bandwidth": 0, "x-rdma-queues": 0})),

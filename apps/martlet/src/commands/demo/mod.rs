@@ -11,6 +11,7 @@ use crate::failure::Failure;
 use crate::log::note;
 use crate::output;
 use crate::output::{Picture, show_json};
+use crate::parameters::Parameters;
 use crate::report_json::{GuestJson, OutcomeJson, ReportJson};
 use crate::scratch::ScratchDir;
 use crate::signals::Held;
@@ -159,8 +160,8 @@ impl Demo<'_> {
             TransportArg::Rdma => {
                 let provider = match self.args.tuning.rdma.rdma_provider {
                     // No RDMA device has the loopback address.
-                    Provider::Auto => Provider::Soft,
-                    provider => provider,
+                    None | Some(Provider::Auto) => Provider::Soft,
+                    Some(provider) => provider,
                 };
                 process.arg("--rdma-provider", provider.to_string());
                 "rdma:127.0.0.1:0".to_owned()
@@ -193,9 +194,7 @@ impl Demo<'_> {
         let to = there.address()?;
         let request = Request {
             to: &to,
-            tuning: &self.args.tuning,
-            bandwidth: None,
-            within: None,
+            parameters: Parameters::from(&self.args.tuning),
             ask_again_at: None,
         };
         let kind = if self.args.runs > 1 { Kind::Quiet } else { self.kind };
