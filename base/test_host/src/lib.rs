@@ -17,6 +17,11 @@ pub enum Want {
     DirtyRing,
     /// KVM's own clock for guests.
     KvmClock,
+    /// A KVM that tells guests which interrupts have ended (MSR_KVM_PV_EOI_EN).
+    KvmEndOfInterrupt,
+    /// A KVM that tells guests which pages are not there (MSR_KVM_ASYNC_PF_EN), and the right to
+    /// take one away.
+    KvmPageFaults,
     /// A KVM that runs every guest and emulates none of them.
     RealMode,
     /// `PAGEMAP_SCAN` with write protection (Linux 6.7).
@@ -34,10 +39,12 @@ pub enum Want {
 }
 
 impl Want {
-    const ALL: [Want; 10] = [
+    const ALL: [Want; 12] = [
         Want::Kvm,
         Want::DirtyRing,
         Want::KvmClock,
+        Want::KvmEndOfInterrupt,
+        Want::KvmPageFaults,
         Want::RealMode,
         Want::PagemapScan,
         Want::UffdPoison,
@@ -53,6 +60,8 @@ impl Want {
             Want::Kvm => "kvm",
             Want::DirtyRing => "dirty-ring",
             Want::KvmClock => "kvm-clock",
+            Want::KvmEndOfInterrupt => "kvm-end-of-interrupt",
+            Want::KvmPageFaults => "kvm-page-faults",
             Want::RealMode => "real-mode",
             Want::PagemapScan => "pagemap-scan",
             Want::UffdPoison => "uffd-poison",

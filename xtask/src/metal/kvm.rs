@@ -85,6 +85,10 @@ fn groups() -> Vec<Group> {
         tests("what KVM writes", "tests::hypervisor_pages"),
         // One after the other: all have one host processor.
         tests("timers", "tests::timers --test-threads 1"),
+        tests("resets", "tests::resets --test-threads 1"),
+        tests("moving", "tests::moving --test-threads 1"),
+        tests("clocks and rehearsals", "kvm::tests --test-threads 1"),
+        tests("lost pages", "tests::lost --test-threads 1"),
     ];
     let poison = format!("{RAM_TESTS} a_poisoned_page_is_a_lost_page");
     vec![

@@ -27,8 +27,8 @@ pub(crate) const USAGE: &str =
 Boots an emulated PC with Debian's kernel and runs inside
 
   rdma     the RDMA commands over its soft-RoCE
-  kvm      guests under its ordinary KVM, which are moved: the built-in program, timers that must
-           keep their time, and one for which KVM writes memory
+  kvm      guests under its ordinary KVM, which are moved and reset: the built-in program, timers
+           that must keep their time, and one for which KVM writes memory
 
 The Debian packages are fetched by apt once and kept in target/metal. Where it can't run it says
 why and succeeds, or fails with --required. --only picks the steps whose name contains TEXT. With

@@ -1,6 +1,7 @@
 //! Guest memory that KVM writes by itself: what arrives is what the source had.
 
 use super::elf::{Scratch, boots, pvh};
+use super::userfault::{Userfault, Way};
 use super::*;
 use crate::tests::Waited;
 use crate::{Factory, FactoryConfig};
@@ -12,6 +13,20 @@ use std::task::Waker;
 const FEATURES: Gpa = Gpa(0x8000);
 const ROUNDS: Gpa = Gpa(0x8004);
 const WRONG: Gpa = Gpa(0x8008);
+const INTERRUPTS: Gpa = Gpa(0x800c);
+const ENDED: Gpa = Gpa(0x8010);
+const GONE: Gpa = Gpa(0x8014);
+const BACK: Gpa = Gpa(0x8018);
+/// The page that it lets go of.
+const AWAY: u64 = 0x300;
+/// Bits of what CPUID offers (Documentation/virt/kvm/x86/cpuid.rst).
+const HAS_CLOCK: u32 = 1 << 3;
+const HAS_END_OF_INTERRUPT: u32 = 1 << 6;
+const HAS_PAGE_FAULTS: u32 = 1 << 14;
+/// Interrupts of which KVM lets the guest end one without leaving, if it ever does.
+const INTERRUPTS_MAX: u32 = 100;
+/// How long KVM may take to tell of a page that is not there.
+const TELLS_WITHIN: Duration = Duration::from_secs(5);
 
 fn word(machine: &Machine, at: Gpa) -> u32 {
     let mut bytes = [0; 4];
@@ -59,9 +74,41 @@ fn assert_equal(source: &Machine, target: &GuestMemory, when: &str) {
     }
 }
 
+/// Has KVM tell the guest that interrupts have ended without its doing; says why it does not.
+fn has_interrupts_ended(machine: &Machine) -> Result<(), String> {
+    if word(machine, FEATURES) & HAS_END_OF_INTERRUPT == 0 {
+        return Err("it offers none".into());
+    }
+    let (first, ended) = (word(machine, INTERRUPTS), word(machine, ENDED));
+    wait_for("interrupts", || word(machine, INTERRUPTS) - first >= INTERRUPTS_MAX);
+    let has_ended = word(machine, ENDED) > ended;
+    has_ended.then_some(()).ok_or_else(|| format!("none in {INTERRUPTS_MAX} interrupts"))
+}
+
+/// Has KVM tell the guest of a page that is not there, and that it is; says why it does not.
+fn has_page_faults(machine: &Machine) -> Result<(), String> {
+    if word(machine, FEATURES) & HAS_PAGE_FAULTS == 0 {
+        return Err("it offers none".into());
+    }
+    let gone = word(machine, GONE);
+    let taken = Userfault::take_away(machine.memory.ram(), AWAY, Way::Minor);
+    let taken = taken.map_err(|error| format!("no page can be taken from it: {error}"))?;
+    let begin = Instant::now();
+    while word(machine, GONE) == gone && begin.elapsed() < TELLS_WITHIN {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (is_gone, back) = (word(machine, GONE) != gone, word(machine, BACK));
+    taken.give_back().map_err(|error| format!("the page can't be given back: {error}"))?;
+    if !is_gone {
+        return Err(format!("none within {TELLS_WITHIN:?}"));
+    }
+    wait_for("the guest to hear of its page", || word(machine, BACK) > back);
+    Ok(())
+}
+
 /// Moves the guest with nothing but its tracked pages, and compares all memory where the guest is
-/// not there yet.
-fn move_and_compare(source: &Machine) -> Arc<Machine> {
+/// not there yet. Does something `meanwhile`, too.
+fn move_and_compare(source: &Machine, mut meanwhile: impl FnMut()) -> Arc<Machine> {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, source);
     let memory = GuestMemory::new(target.ram());
@@ -73,6 +120,7 @@ fn move_and_compare(source: &Machine) -> Arc<Machine> {
         target.load_state(&state, LoadFor::Rehearsal).unwrap();
         assert_eq!(target.ram().digest().unwrap(), before, "a rehearsal writes no memory");
         copy_written(source, &mut *tracker, &memory);
+        meanwhile();
     }
     target.arm(Duration::from_secs(1));
     source.begin_pause(Waker::noop());
@@ -94,6 +142,7 @@ fn what_kvm_writes_arrives_as_it_was() {
         return;
     }
     let kernel = Scratch::new("pages", &pvh(&guests::pages()));
+    let (mut ends, mut tells) = (true, true);
     for tracking in [Tracking::Log, Tracking::Ring] {
         let config = MachineConfig { tracking, ..boots(kernel.path(), 16) };
         let mut machine = match Machine::new(&config) {
@@ -108,14 +157,17 @@ fn what_kvm_writes_arrives_as_it_was() {
         wait_round(&machine);
         eprintln!("KVM offers {:#x}; 4 moves by its {tracking:?}", word(&machine, FEATURES));
         for _ in 0..2 {
-            machine = move_and_compare(&machine);
+            machine = move_and_compare(&machine, || {
+                ends = ends && Want::KvmEndOfInterrupt.found(&has_interrupts_ended(&machine));
+                tells = tells && Want::KvmPageFaults.found(&has_page_faults(&machine));
+            });
             wait_round(&machine);
             assert_eq!(word(&machine, WRONG), 0);
         }
         // One that is paused when it comes has not met KVM here before it moves on.
         machine.pause_by_owner().unwrap();
-        machine = move_and_compare(&machine);
-        machine = move_and_compare(&machine);
+        machine = move_and_compare(&machine, || {});
+        machine = move_and_compare(&machine, || {});
         machine.continue_by_owner().unwrap();
         wait_round(&machine);
         assert_eq!(word(&machine, WRONG), 0);
@@ -176,7 +228,7 @@ fn a_guest_that_stood_for_long_is_told_so() {
     let kernel = Scratch::new("stood", &pvh(&guests::pages()));
     let machine = running(&boots(kernel.path(), 16));
     wait_round(&machine);
-    let has_clock = word(&machine, FEATURES) >> 3 & 1 == 1;
+    let has_clock = word(&machine, FEATURES) & HAS_CLOCK != 0;
     if !Want::KvmClock.found(&has_clock.then_some(()).ok_or("it offers none")) {
         return;
     }

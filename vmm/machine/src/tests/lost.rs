@@ -1,15 +1,12 @@
 //! Guests that touch a page which the host lost.
-#![allow(unsafe_code)]
-// UNSAFETY: poisons a page for this process by userfaultfd, which the crates have no call for.
 
+use super::userfault::{Userfault, Way};
 use super::*;
 use crate::GuestStatus;
 use martlet_ram::testing::Spoiled;
 use martlet_ram::{GuestRam, PageBitmap, RegionIndex, mark_touched};
 use martlet_test_host::Want;
-use rustix::mm::{Advice, UserfaultfdFlags};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
 
 const REGION: RegionIndex = RegionIndex(0);
 
@@ -43,27 +40,10 @@ fn a_guest_that_touches_a_lost_page_ends_and_the_process_does_not() {
 }
 
 /// A page that is poison to this process: what the kernel tells of hardware poison it tells of this.
-fn poison(ram: &GuestRam, page: u64) -> io::Result<OwnedFd> {
-    const API: u64 = 0xc018_aa3f;
-    const REGISTER: u64 = 0xc020_aa00;
-    const POISON: u64 = 0xc020_aa08;
-    const FEATURE_POISON: u64 = 1 << 14;
-    const MODE_MISSING: u64 = 1;
-    // SAFETY: nothing is registered yet.
-    let uffd = unsafe { rustix::mm::userfaultfd(UserfaultfdFlags::CLOEXEC) }?;
-    let call = |request: u64, argument: &mut [u64]| {
-        // SAFETY: the requests' structures have as many words as are given.
-        let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument.as_mut_ptr()) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    };
-    call(API, &mut [0xaa, FEATURE_POISON, 0])?;
-    let at = ram.regions()[0].host_ptr(page);
-    let (start, length) = (at.expose_provenance() as u64, PAGE_SIZE);
-    call(REGISTER, &mut [start, length, MODE_MISSING, 0])?;
-    // SAFETY: guest memory is reached by raw pointers only; its content is the file's.
-    unsafe { rustix::mm::madvise(at.cast(), PAGE_BYTES, Advice::LinuxDontNeed) }?;
-    call(POISON, &mut [start, length, 0, 0])?;
-    Ok(uffd)
+fn poison(ram: &GuestRam, page: u64) -> io::Result<Userfault> {
+    let poisoned = Userfault::take_away(ram, page, Way::Missing)?;
+    poisoned.poison()?;
+    Ok(poisoned)
 }
 
 #[test]

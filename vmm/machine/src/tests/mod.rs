@@ -13,6 +13,7 @@ mod resets;
 mod stopping;
 mod timers;
 mod tracking;
+mod userfault;
 
 use crate::memory::GuestMemory;
 use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};

@@ -33,10 +33,14 @@ pub(crate) fn frames(machine: &Machine) -> NicCounters {
     machine.guest_counters().expect("the built-in program").nic_total()
 }
 
-/// Waits for this many frames more, and asserts that none was lost, repeated or damaged.
+/// Waits until all cards run and for this many frames more, and asserts that none was lost,
+/// repeated or damaged.
 pub(crate) fn assert_frames_flow(machine: &Machine, more: u64) {
     let before = frames(machine);
-    wait_for("frames", || frames(machine).received >= before.received + more);
+    wait_for("frames", || {
+        let now = frames(machine);
+        now.refused || (now.runs && now.received >= before.received + more)
+    });
     assert_frames_are_whole(machine);
 }
 

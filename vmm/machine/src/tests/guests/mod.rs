@@ -5,8 +5,12 @@
 use std::arch::global_asm;
 use std::ptr::addr_of;
 
-global_asm!(include_str!("timers.s"), options(att_syntax));
-global_asm!(include_str!("pages.s"), options(att_syntax));
+global_asm!(
+    include_str!("long_mode.s"),
+    include_str!("timers.s"),
+    include_str!("pages.s"),
+    options(att_syntax)
+);
 
 unsafe extern "C" {
     static guest_timers_begin: u8;

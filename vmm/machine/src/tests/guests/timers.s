@@ -8,9 +8,6 @@
         .set TIMERS_TICKS, 0x8000
         .set TIMERS_FAULTS, 0x8004
         .set TIMERS_NEXT, 0x8008                # the next deadline, 64 bits
-        .set TIMERS_IDT, 0x9000
-        .set TIMERS_TABLES, 0xa000              # four pages
-        .set TIMERS_APIC, 0xfee00000
 
 guest_timers_begin:
         jmp     timers_start
@@ -20,74 +17,10 @@ timers_kind:
 timers_period:
         .long   0
 
-# Goes to 64-bit mode with the first 16 MiB and the local APIC mapped: a KVM nested in software
-# delivers interrupts there only.
 timers_start:
-        cli
-        mov     $0x7000, %esp
-        movl    $(TIMERS_TABLES + 0x1003), TIMERS_TABLES
-        movl    $(TIMERS_TABLES + 0x2003), TIMERS_TABLES + 0x1000
-        movl    $(TIMERS_TABLES + 0x3003), TIMERS_TABLES + 0x1000 + 3 * 8
-        mov     $0x83, %eax                     # present, writable, large
-        mov     $(TIMERS_TABLES + 0x2000), %edi
-        mov     $8, %ecx
-1:      mov     %eax, (%edi)
-        add     $0x200000, %eax
-        add     $8, %edi
-        loop    1b
-        movl    $0xfee0009b, TIMERS_TABLES + 0x3000 + 503 * 8
-        mov     $TIMERS_TABLES, %eax
-        mov     %eax, %cr3
-        mov     %cr4, %eax
-        or      $0x20, %eax                     # physical address extension
-        mov     %eax, %cr4
-        mov     $0xc0000080, %ecx
-        rdmsr
-        or      $0x100, %eax                    # long mode
-        wrmsr
-        lgdt    timers_gdtr - guest_timers_begin + TIMERS_BASE
-        mov     %cr0, %eax
-        or      $0x80000001, %eax
-        mov     %eax, %cr0
-        ljmp    $0x10, $(timers_long - guest_timers_begin + TIMERS_BASE)
-
-        .code64
-timers_long:
-        mov     $0x18, %eax
-        mov     %eax, %ss
-        mov     %eax, %ds
-        mov     %eax, %es
-        # A gate's first word: selector 0x10 and the low half of the address. BASE is both.
-        mov     $TIMERS_IDT, %edi
-        mov     $256, %ecx
-2:      movl    $(timers_fault - guest_timers_begin + TIMERS_BASE), (%rdi)
-        movl    $(TIMERS_BASE + 0x8e00), 4(%rdi)
-        add     $16, %edi
-        loop    2b
-        movl    $(timers_on_pit - guest_timers_begin + TIMERS_BASE), TIMERS_IDT + 0x20 * 16
-        movl    $(timers_on_apic - guest_timers_begin + TIMERS_BASE), TIMERS_IDT + 0x40 * 16
-        lidt    timers_idtr - guest_timers_begin + TIMERS_BASE
-        mov     $TIMERS_APIC, %ebp
-
-        # The PIC at vectors 0x20 and 0x28, all lines masked.
-        mov     $0x11, %al
-        out     %al, $0x20
-        out     %al, $0xa0
-        mov     $0x20, %al
-        out     %al, $0x21
-        mov     $0x28, %al
-        out     %al, $0xa1
-        mov     $4, %al
-        out     %al, $0x21
-        mov     $2, %al
-        out     %al, $0xa1
-        mov     $1, %al
-        out     %al, $0x21
-        out     %al, $0xa1
-        mov     $0xff, %al
-        out     %al, $0x21
-        out     %al, $0xa1
-        movl    $0x1ff, 0xf0(%rbp)
+        long_mode timers, TIMERS_BASE
+        gate    timers, TIMERS_BASE, 0x20, timers_on_pit
+        gate    timers, TIMERS_BASE, 0x40, timers_on_apic
 
         mov     timers_period - guest_timers_begin + TIMERS_BASE, %ebx
         mov     timers_kind - guest_timers_begin + TIMERS_BASE, %eax
@@ -174,14 +107,5 @@ timers_fault:
 4:      hlt
         jmp     4b
 
-        .balign 8
-timers_gdt:
-        .quad   0, 0, 0x00af9a000000ffff, 0x00cf92000000ffff
-timers_gdtr:
-        .word   31
-        .quad   timers_gdt - guest_timers_begin + TIMERS_BASE
-timers_idtr:
-        .word   4095
-        .quad   TIMERS_IDT
 guest_timers_end:
         .popsection
