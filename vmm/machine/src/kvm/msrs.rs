@@ -56,8 +56,8 @@ enum Kind {
     /// Saved with the others; loaded once for all vCPUs, before any of them enters the guest: KVM
     /// keeps one number for all, and writes the time there as it is loaded.
     WallClock,
-    /// Neither saved nor loaded with the others: the TSC and its deadline, whose order among the
-    /// rest matters; orders, which the guest's own write has had carried out; and what no guest of
+    /// Not loaded with the others: the TSC and its deadline, whose order among the rest matters, and
+    /// which have places of their own in a state; orders, which the guest's own write has had carried out; and what no guest of
     /// this machine has.
     Apart,
 }
@@ -105,7 +105,8 @@ fn names_memory(msr: &SavedNumbered) -> bool {
 
 /// What is known of a VM's MSRs; shared by its vCPUs.
 pub(super) struct MsrTable {
-    /// What can be read, in the kernel's order.
+    /// What can be read, in the kernel's order; the TSC last, so that who notes the time behind the
+    /// reading notes the TSC's.
     readable: Vec<u32>,
     /// What could not be written, with the value that was refused: another value is tried again.
     refused: Mutex<Arc<BTreeMap<u32, u64>>>,
@@ -120,7 +121,7 @@ impl MsrTable {
             .map_err(BackendError::host("KVM_GET_MSR_INDEX_LIST"))?;
         let is_saved = |index: &&u32| kind(**index) != Kind::Apart;
         let mut wanted: Vec<_> = list.as_slice().iter().filter(is_saved).copied().collect();
-        let mut readable = Vec::with_capacity(wanted.len());
+        let mut readable = Vec::with_capacity(wanted.len() + 2);
         while !wanted.is_empty() {
             let batch = wanted.len().min(KVM_MAX_MSR_ENTRIES);
             let got = read(vcpu, &wanted[..batch])?.len();
@@ -133,10 +134,11 @@ impl MsrTable {
                 );
             }
         }
+        readable.extend([MSR_IA32_TSC_DEADLINE, MSR_IA32_TSC]);
         Ok(MsrTable { readable, refused: Mutex::default() })
     }
 
-    /// All MSRs, in one call for each 256.
+    /// All MSRs, in one call for each 256: of those that are apart the TSC and its deadline.
     pub(super) fn save(&self, vcpu: &VcpuFd) -> Result<Vec<SavedNumbered>, BackendError> {
         let mut saved = Vec::with_capacity(self.readable.len());
         for batch in self.readable.chunks(KVM_MAX_MSR_ENTRIES) {
@@ -216,6 +218,12 @@ impl MsrTable {
         }
         *known = Arc::new(more);
     }
+}
+
+/// Takes an MSR that travels in a place of its own out of those that were read; 0 if KVM has none.
+pub(super) fn take(read: &mut Vec<SavedNumbered>, index: u32) -> u64 {
+    let place = read.iter().rposition(|msr| msr.index == index);
+    place.map_or(0, |place| read.remove(place).value)
 }
 
 /// Adds a refused MSR to those that are known while there is room, and says whether it is new

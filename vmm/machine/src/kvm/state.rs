@@ -40,9 +40,10 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
     let debug = kvm("KVM_GET_DEBUGREGS", fd.get_debug_regs())?;
     let used = xcrs.xcrs.iter().take(xcrs.nr_xcrs as usize);
     let xcrs = used.map(|xcr| SavedNumbered { index: xcr.xcr, value: xcr.value }).collect();
-    let apart = msrs::read(fd, &[MSR_IA32_TSC, MSR_IA32_TSC_DEADLINE])?;
+    let mut msrs = common.msrs.save(fd)?;
     let (monotonic_ns, realtime_ns) = (Some(clock::now().0), clock::realtime_ns());
-    let value = |place: usize| apart.get(place).map_or(0, |msr| msr.value);
+    let tsc = msrs::take(&mut msrs, MSR_IA32_TSC);
+    let tsc_deadline = msrs::take(&mut msrs, MSR_IA32_TSC_DEADLINE);
     Ok(SavedVcpu {
         regs: (&regs).into(),
         pdptrs: get_pdptrs(fd, common, &sregs)?,
@@ -51,10 +52,10 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
         xsave: get_xsave(fd, common)?,
         debug: (&debug).into(),
         lapic: get_lapic(fd)?,
-        msrs: common.msrs.save(fd)?,
-        tsc: value(0),
+        msrs,
+        tsc,
         tsc_offset: raw::get_tsc_offset(fd).ok(),
-        tsc_deadline: value(1),
+        tsc_deadline,
         mp_state,
         events: (&events).into(),
         // Some kernels name the capability and then give nothing.
@@ -104,7 +105,10 @@ pub(super) fn load(
     // Also if it is 0: an earlier state may have armed it.
     let deadline = SavedNumbered { index: MSR_IA32_TSC_DEADLINE, value: saved.tsc_deadline };
     msrs::write(fd, &[deadline])?;
-    kvm("KVM_SET_MP_STATE", fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }))?;
+    // Of all that is loaded only the special registers can change it.
+    if before.map(|b| (&b.sregs, b.mp_state)) != Some((&saved.sregs, saved.mp_state)) {
+        kvm("KVM_SET_MP_STATE", fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }))?;
+    }
     kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&(&saved.events).into()))
 }
 
