@@ -50,7 +50,7 @@ impl Drop for Flood {
 
 /// Whoever floods gets no memory, measured from `before` the flood, and does not keep the owner from
 /// being heard.
-fn is_endured(mut destination: Destination, before: u64, flood: Flood) {
+pub(crate) fn is_endured(mut destination: Destination, before: u64, flood: Flood) {
     std::thread::sleep(FLOOD);
     let (_, most) = destination.process.memory();
     assert!(most < before + MEMORY_MAX, "{} MiB", most >> 20);

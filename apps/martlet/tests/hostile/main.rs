@@ -11,6 +11,7 @@ mod floods_back;
 mod liars;
 mod played;
 mod promises;
+mod rdma;
 mod slow;
 #[path = "../support/mod.rs"]
 mod support;
@@ -31,8 +32,13 @@ pub(crate) struct Destination {
 
 impl Destination {
     pub(crate) fn new(more: &[&str]) -> Destination {
+        Destination::at("tcp:127.0.0.1:0", more)
+    }
+
+    pub(crate) fn at(listen: &str, more: &[&str]) -> Destination {
         let dir = Dir::new().expect("a folder");
-        let mut process = Process::receive_with(dir.path(), 0, more).expect("a destination");
+        let receive = [&["receive", "--listen", listen][..], more].concat();
+        let mut process = Process::start(dir.path(), 0, &receive).expect("a destination");
         let port = process.port().expect("a port");
         Destination { process, port, _dir: dir }
     }

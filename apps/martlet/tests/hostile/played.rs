@@ -116,6 +116,15 @@ impl Played {
 
     /// A source that begins to migrate to the listener.
     pub(crate) fn source(program: &str, parameters: &Json) -> (Process, Listener, Dir) {
+        Played::source_by("tcp", program, parameters)
+    }
+
+    /// As [`Played::source`], by `tcp` or `rdma`.
+    pub(crate) fn source_by(
+        way: &str,
+        program: &str,
+        parameters: &Json,
+    ) -> (Process, Listener, Dir) {
         let dir = Dir::new().expect("a folder");
         let run = ["run", "--memory", "32M", "--program", program];
         let mut source = Process::start(dir.path(), 0, &run).expect("a source");
@@ -123,13 +132,18 @@ impl Played {
         let own = json!({ "multifd-channels": 1, "downtime-limit": LIMIT_MS });
         source.execute("migrate-set-parameters", &own).unwrap();
         source.execute("migrate-set-parameters", parameters).unwrap();
-        let uri = json!({ "uri": format!("tcp:127.0.0.1:{port}") });
+        let uri = json!({ "uri": format!("{way}:127.0.0.1:{port}") });
         source.execute("migrate", &uri).expect("it begins");
         (source, listener, dir)
     }
 
     /// Answers the setup; the channel that comes then.
     pub(crate) fn set_up(&mut self) -> Peer {
+        self.set_up_for(DATA)
+    }
+
+    /// As [`Played::set_up`], for a channel of this role.
+    pub(crate) fn set_up_for(&mut self, wanted: u16) -> Peer {
         assert_eq!(self.control.expect(SETUP).field(3), Some(&Value::Number(1)));
         let bytes = |byte| Value::Bytes(vec![byte; 16]);
         // It takes a stop that is called off.
@@ -137,7 +151,7 @@ impl Played {
             map([(0, bytes(INSTANCE[0])), (1, bytes(1)), (2, bytes(0)), (4, Value::Bool(true))]);
         self.control.say(&message(SETUP_DONE, &done)).unwrap();
         let (channel, role, _) = self.listener.accept();
-        assert_eq!(role, DATA);
+        assert_eq!(role, wanted);
         self.control.say(&message(CHANNELS_READY, &map([]))).unwrap();
         channel
     }
