@@ -7,7 +7,7 @@ pub(crate) use measure::{
     BenchCommand, BenchRdmaArgs, BenchVdpaArgs, BenchZeroCheckArgs, SimCommand, SimDsaArgs,
     TableArgs, ZeroMethodArg,
 };
-pub(crate) use vdpa::{VdpaArg, VdpaLatency, VdpaModel};
+pub(crate) use vdpa::VdpaArg;
 
 use crate::accelerator::ZeroCheckArg;
 use crate::control::Verdict;

@@ -149,24 +149,27 @@ impl Control {
 
     /// `stop`.
     pub(crate) fn stop(&self) -> Result<(), String> {
-        let guest = self.guest()?;
-        self.refuse_if_gone()?;
-        let ran = guest.status() == GuestStatus::Running;
-        guest.stop()?;
-        if ran {
-            self.events.send(&Event::Stop);
-        }
-        Ok(())
+        self.told_once(&GuestStatus::Running, |guest| guest.stop(), &Event::Stop)
     }
 
     /// `cont`.
     pub(crate) fn cont(&self) -> Result<(), String> {
+        self.told_once(&GuestStatus::Paused, |guest| guest.cont(), &Event::Resume)
+    }
+
+    /// Does something to the guest; that is an event if it was so before.
+    fn told_once(
+        &self,
+        before: &GuestStatus,
+        act: impl FnOnce(&dyn Guest) -> Result<(), String>,
+        event: &Event,
+    ) -> Result<(), String> {
         let guest = self.guest()?;
         self.refuse_if_gone()?;
-        let paused = guest.status() == GuestStatus::Paused;
-        guest.cont()?;
-        if paused {
-            self.events.send(&Event::Resume);
+        let is_new = guest.status() == *before;
+        act(guest.as_ref())?;
+        if is_new {
+            self.events.send(event);
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! vDPA cards: `--vdpa`, from the words to devices. martlet's own driver, and behind the binary
 //! interface a model of the hardware.
 
-use crate::cli::{VdpaArg, VdpaLatency, VdpaModel};
+use crate::cli::VdpaArg;
 use martlet_mlx5::options::Options;
 use martlet_mlx5::{Mlx5Device, Platform};
 use martlet_mlx5_model::{Hardware, Latencies, Model, ModelConfig};
@@ -19,11 +19,6 @@ const MAC: [u8; 5] = [0x02, 0x6d, 0x61, 0x72, 0x74];
 /// The cards that the command line asks for; none if it does not.
 pub(crate) fn open(arg: Option<&VdpaArg>) -> Result<Vec<Arc<dyn VdpaDevice>>, String> {
     let Some(arg) = arg else { return Ok(Vec::new()) };
-    let VdpaModel::Mlx5 = arg.model;
-    let latencies = match arg.latency {
-        VdpaLatency::Real => Latencies::connectx6dx_from_series(),
-        VdpaLatency::None => Latencies::zero(),
-    };
     let stage = Stage::new(SoftClock::real());
     let bus = SoftBus::new(Addressing::Iommu);
     let models: Vec<Arc<Model>> = (0..arg.devices)
@@ -31,7 +26,7 @@ pub(crate) fn open(arg: Option<&VdpaArg>) -> Result<Vec<Arc<dyn VdpaDevice>>, St
             let config = ModelConfig {
                 queues: arg.queues,
                 mac: mac(number),
-                latencies: latencies.clone(),
+                latencies: Latencies::connectx6dx_from_series(),
                 ..ModelConfig::default()
             };
             Model::new(config, Arc::clone(&bus) as _, stage.clock())

@@ -1,6 +1,6 @@
 //! `bench` and `sim`.
 
-use super::vdpa::{VDPA_DEVICES_MAX, VDPA_QUEUES_MAX, vdpa_count};
+use super::vdpa::{VDPA_DEVICES_MAX, vdpa_queues};
 use super::{count, memory};
 use clap::{Args, Subcommand, ValueEnum};
 use martlet_engine::Provider;
@@ -85,7 +85,7 @@ pub(crate) struct BenchVdpaArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<u16>(VDPA_DEVICES_MAX.into()))]
     pub(crate) devices: u16,
     /// Data queues of each card.
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = queues)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = vdpa_queues)]
     pub(crate) queues: u16,
     /// Memory of the guest in the rows of a whole migration. It is mapped, not allocated.
     #[arg(long, value_name = "SIZE", default_value = "256G", value_parser = memory)]
@@ -138,15 +138,6 @@ pub(crate) struct SimDsaArgs {
     pub(crate) policy: Vec<OffloadPolicy>,
     #[command(flatten)]
     pub(crate) table: TableArgs,
-}
-
-fn queues(text: &str) -> Result<u16, String> {
-    let queues = vdpa_count("queues", text, VDPA_QUEUES_MAX)?;
-    if queues.is_multiple_of(2) {
-        Ok(queues)
-    } else {
-        Err(format!("{queues} queues: a card has them in pairs"))
-    }
 }
 
 fn offload_policy(text: &str) -> Result<OffloadPolicy, String> {
