@@ -60,6 +60,22 @@ impl HostMemory {
         self.bytes
     }
 
+    /// A little-endian number in it, at a multiple of 2; `None` if it is not inside, or the host has
+    /// lost it.
+    pub fn load16(&self, offset: u64) -> Option<u16> {
+        let mut bytes = [0; 2];
+        let inside = offset.checked_add(2).is_some_and(|end| end <= self.bytes);
+        if !inside || !offset.is_multiple_of(2) {
+            return None;
+        }
+        let at = usize::try_from(self.address + offset).ok()?;
+        let from = std::ptr::with_exposed_provenance(at);
+        // SAFETY: inside of memory that is mapped as long as the owner lives, which `self` keeps, and
+        // that everybody reaches by raw pointers only.
+        unsafe { martlet_raw_memory::read(from, &mut bytes) }.ok()?;
+        Some(u16::from_le_bytes(bytes))
+    }
+
     /// A part of it; `None` if it is not inside.
     pub fn slice(&self, offset: u64, bytes: u64) -> Option<HostMemory> {
         let end = offset.checked_add(bytes)?;

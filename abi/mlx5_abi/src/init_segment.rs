@@ -16,6 +16,9 @@ pub const CMDQ_ADDR_HIGH: u64 = 0x10;
 /// what the queue looks like, see [`CommandQueueShape`]; bits 9:8 choose the interface, 0 for the
 /// full driver.
 pub const CMDQ_ADDR_LOW: u64 = 0x14;
+/// In [`CMDQ_ADDR_LOW`]: no interface; the function is as after a reset (Linux `health.c`,
+/// `mlx5_set_nic_state`, `MLX5_NIC_IFC_DISABLED`).
+pub const INTERFACE_DISABLED: u32 = 1 << 8;
 /// u32: the command doorbell, one bit for each entry.
 pub const COMMAND_DOORBELL: u64 = 0x18;
 /// u32: bit 31 is set while the firmware starts; no command before it is clear.

@@ -70,8 +70,8 @@ pub trait VdpaDevice: Send + Sync {
 
     /// Whether the suspend that was begun is over: `None` while it goes on. On success the device
     /// touches no guest memory any more, its dirty log is complete and the queues' states are
-    /// known. On an error the device passes frames again as before, except on queues that can't
-    /// any more, which the error names.
+    /// known. On an error the device passes frames again as before, at once or after its next
+    /// `service`.
     fn poll_suspend(&self) -> Option<Result<(), VdpaError>>;
 
     /// Begins to set all queues running: from where they were suspended, or from the states that
@@ -80,8 +80,8 @@ pub trait VdpaDevice: Send + Sync {
     /// once at the end.
     fn begin_resume(&self) -> Result<(), VdpaError>;
 
-    /// Whether the resume that was begun is over: `None` while it goes on. On an error all queues
-    /// run but those that the error names.
+    /// Whether the resume that was begun is over: `None` while it goes on. On an error the queues that
+    /// it does not name run, the others after the device's next `service`, or another resume.
     fn poll_resume(&self) -> Option<Result<(), VdpaError>>;
 
     /// Begins or ends logging the pages that the device writes. May be called while frames flow.
@@ -96,8 +96,9 @@ pub trait VdpaDevice: Send + Sync {
     /// forgotten, and no guest memory is touched afterwards.
     fn reset(&self) -> Result<(), VdpaError>;
 
-    /// Lets the device's events, deadlines and lazy work have a turn; never blocks for long. To be
-    /// called when the device interrupts, and at the moment that the last call returned.
+    /// Lets the device's events, deadlines and lazy work have a turn. Blocks for long only while a
+    /// device that does not answer is brought up again. To be called when the device interrupts, and
+    /// at the moment that the last call returned.
     fn service(&self) -> Option<Instant>;
 
     /// What it has done so far. May ask the device, which takes its time.

@@ -43,8 +43,8 @@ pub mod options;
 mod queues;
 
 pub use command::{CommandError, OpcodeStats, QueueStats, SubmitError};
-pub use device::{Mlx5Device, Platform};
+pub use device::{Mlx5Device, Platform, Recoveries};
 pub use firmware::BringUpError;
-pub use memory::{Deletion, MemoryConfig, MemoryCounters, Update};
+pub use memory::{Deletion, MemoryCounters, Update};
 pub use options::Options;
 pub use queues::DeviceState;

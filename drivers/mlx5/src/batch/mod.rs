@@ -123,9 +123,20 @@ impl Batch {
         self.items.get(number)?.result.as_ref()
     }
 
-    /// Under which number an item was issued; `None` if it was not.
-    pub(crate) fn command(&self, number: usize) -> Option<CommandId> {
-        self.items.get(number)?.id
+    /// How many items have not ended.
+    pub(crate) fn pending(&self) -> usize {
+        self.items.iter().filter(|item| item.result.is_none()).count()
+    }
+
+    /// Bytes of the inputs of those items.
+    pub(crate) fn pending_bytes(&self) -> usize {
+        let pending = self.items.iter().filter(|item| item.result.is_none());
+        pending.map(|item| item.request.input.bytes()).sum()
+    }
+
+    /// Whether an item has failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.items.iter().any(|item| item.result.as_ref().is_some_and(Result::is_err))
     }
 
     /// What became of all items, in order. Empty while it is not done.

@@ -1,6 +1,7 @@
 //! Tests of the batch executor; the command queue's own stand-in for firmware plays the device.
 
 use super::*;
+use crate::command::End;
 use crate::command::tests::{Firmware, QUERY, modify, output_of};
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
 use proptest::prelude::*;
@@ -123,7 +124,7 @@ fn what_completed_counts_though_issuing_stopped() {
     let vector = firmware.answer(0);
     queue.on_completion(now, vector);
     // The device goes while item 1 is out.
-    queue.on_gone(now);
+    queue.on_end(now, End::Gone);
     assert!(batch.poll(now, &mut queue));
     assert!(batch.result(0).unwrap().is_ok());
     let opcode = Opcode::MODIFY_GENERAL_OBJECT;

@@ -26,6 +26,9 @@ pub enum SubmitError {
         /// Bytes of its output.
         out_bytes: usize,
     },
+    /// An earlier command was not answered: nothing is sent until the function has begun anew.
+    #[error("an earlier command was not answered")]
+    Tainted,
     /// The device is gone.
     #[error("the device is gone")]
     Gone,
@@ -93,6 +96,13 @@ pub enum CommandError {
         /// Which command.
         opcode: Opcode,
     },
+    /// Another command was not answered, so this one's answer was not waited for. It may still be
+    /// done, or may have been.
+    #[error("{opcode} was given up with the function")]
+    Tainted {
+        /// Which command.
+        opcode: Opcode,
+    },
     /// The device is gone.
     #[error("{opcode} has no device any more")]
     Gone {
@@ -108,11 +118,22 @@ impl CommandError {
             CommandError::Timeout { .. }
             | CommandError::Token { .. }
             | CommandError::Nonsense { .. }
+            | CommandError::Tainted { .. }
             | CommandError::Gone { .. } => true,
             CommandError::Delivery { .. }
             | CommandError::Status { .. }
             | CommandError::NotIssued { .. }
             | CommandError::Skipped { .. } => false,
+        }
+    }
+
+    /// Whether nothing more can be asked of the firmware: nobody knows what was done, or the
+    /// firmware denies an object that it had told of, so that a number of its is wrong.
+    pub(super) fn taints(&self) -> bool {
+        let denied = [CommandStatus::BAD_RESOURCE, CommandStatus::BAD_INDEX];
+        match self {
+            CommandError::Status { status, .. } => denied.contains(status),
+            other => other.may_be_done(),
         }
     }
 }

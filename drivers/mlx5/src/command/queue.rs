@@ -3,8 +3,8 @@
 use super::pool::Chain;
 use super::request::{MESSAGE_BYTES_MAX, MESSAGE_BYTES_MIN};
 use super::{
-    CommandError, CommandId, Completion, Input, InputWriter, Keep, LateCompletion, MailboxPool,
-    Output, QueueStats, Request, SlotEvent, SlotState, SubmitError,
+    CommandError, CommandId, Completion, Input, InputWriter, Keep, MailboxPool, Output, QueueStats,
+    Request, SubmitError,
 };
 use martlet_device_io::{BusAddress, Dma, DmaBlock, DmaError};
 use martlet_mlx5_abi::command::{
@@ -26,40 +26,39 @@ const PAGE_BYTES: usize = 1 << LOG_COMMAND_PAGE;
 ///
 /// Four kinds of methods: [`Self::submit`] takes a command; `on_*` tell what has happened;
 /// `poll_*` say what is to be done: [`Self::poll_doorbell`] after every `submit`,
-/// [`Self::take_done`] and [`Self::poll_late`] after every `on_*`,
-/// [`Self::poll_timeout`] when there is nothing else to do; the rest looks.
+/// [`Self::take_done`] after every `on_*`, [`Self::poll_timeout`] when there is nothing else to do;
+/// the rest looks.
 pub(crate) struct CommandQueue {
     page: DmaBlock,
     log_stride: u8,
-    slots: Vec<Slot>,
+    /// The commands that the device has. Those that were out at the queue's end stay: the device
+    /// may still use their mailboxes, and what they keep alive.
+    slots: Vec<Option<Posted>>,
     pool: MailboxPool,
-    /// Commands in ordinary slots, all but the last, of which somebody waits for the answer; and how
-    /// many of them are throttled.
-    ordinary: usize,
+    /// How many of them are throttled.
     throttled: usize,
     doorbell: u32,
     last_token: u8,
     last_id: u64,
     done: VecDeque<Completion>,
-    late: VecDeque<LateCompletion>,
     stats: QueueStats,
-    is_gone: bool,
-    /// Creations of which nobody knows whether they have made something, or under which number.
-    lost_creations: u64,
-    /// A command was not answered in time.
-    has_given_up: bool,
+    end: Option<End>,
 }
 
-struct Slot {
-    state: SlotState,
-    command: Option<Posted>,
+/// Why a queue takes no more commands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum End {
+    /// A command was not answered, or in a way that does not tell what was done. Whatever is asked
+    /// of the firmware from now on might build on what is not there.
+    Tainted,
+    /// The device is gone.
+    Gone,
 }
 
 /// A command that the device has.
 struct Posted {
     id: CommandId,
     opcode: Opcode,
-    op_mod: u16,
     token: u8,
     issued: Instant,
     deadline: Instant,
@@ -68,6 +67,7 @@ struct Posted {
     input: Chain,
     output: Chain,
     out_bytes: usize,
+    #[expect(dead_code, reason = "it is there to be held")]
     keep: Option<Keep>,
 }
 
@@ -93,23 +93,19 @@ impl CommandQueue {
             return Ok(None);
         }
         let page = dma.alloc(PAGE_BYTES, PAGE_BYTES)?;
-        let slots = (0..entries).map(|_| Slot { state: SlotState::Free, command: None }).collect();
+        let slots = (0..entries).map(|_| None).collect();
         Ok(Some(CommandQueue {
             page,
             log_stride: shape.log_stride,
             slots,
             pool: MailboxPool::new(dma, mailbox_bytes_max),
-            ordinary: 0,
             throttled: 0,
             doorbell: 0,
             last_token: 0,
             last_id: 0,
             done: VecDeque::new(),
-            late: VecDeque::new(),
             stats: QueueStats::default(),
-            is_gone: false,
-            lost_creations: 0,
-            has_given_up: false,
+            end: None,
         }))
     }
 
@@ -131,31 +127,14 @@ impl CommandQueue {
         }
     }
 
-    /// Whether the device has a command of which somebody waits for the answer.
+    /// Whether nobody waits for an answer.
     pub(crate) fn is_idle(&self) -> bool {
-        self.slots.iter().all(|slot| slot.state != SlotState::Posted)
+        self.end.is_some() || self.slots.iter().all(Option::is_none)
     }
 
-    /// Whether a command that was given up is still with the device: it may yet happen.
-    pub(crate) fn is_out(&self, id: CommandId) -> bool {
-        let is_it = |slot: &Slot| slot.command.as_ref().is_some_and(|posted| posted.id == id);
-        self.slots.iter().any(is_it)
-    }
-
-    /// Whether the device is gone.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.is_gone
-    }
-
-    /// Creations of which nobody knows whether they have made something, or under which number: it
-    /// lives until the function is taken down. A late answer tells.
-    pub(crate) fn lost_creations(&self) -> u64 {
-        self.lost_creations
-    }
-
-    /// The function is down: whatever was made is gone.
-    pub(crate) fn forget_lost_creations(&mut self) {
-        self.lost_creations = 0;
+    /// Why it takes no more commands; `None` as long as it does.
+    pub(crate) fn end(&self) -> Option<End> {
+        self.end
     }
 
     /// Gives mailboxes back to the host that nothing has needed lately.
@@ -171,8 +150,10 @@ impl CommandQueue {
         deadline: Duration,
         request: &Request,
     ) -> Result<CommandId, SubmitError> {
-        if self.is_gone {
-            return Err(SubmitError::Gone);
+        match self.end {
+            None => {}
+            Some(End::Gone) => return Err(SubmitError::Gone),
+            Some(End::Tainted) => return Err(SubmitError::Tainted),
         }
         let (opcode, in_bytes, out_bytes) =
             (request.opcode, request.input.bytes(), request.out_bytes);
@@ -193,7 +174,6 @@ impl CommandQueue {
         let posted = Posted {
             id: CommandId(self.last_id),
             opcode,
-            op_mod: 0,
             token: self.next_token(),
             issued: now,
             deadline: now.after(deadline),
@@ -210,31 +190,22 @@ impl CommandQueue {
     /// a permit.
     fn free_slot(&self, opcode: Opcode) -> Option<usize> {
         let last = self.slots.len() - 1;
-        let is_free = |slot: &Slot| slot.state == SlotState::Free;
         if is_for_pages(opcode) {
-            return is_free(&self.slots[last]).then_some(last);
+            return self.slots[last].is_none().then_some(last);
         }
         if opcode.is_throttled() && self.throttled >= last.div_ceil(2) {
             return None;
         }
-        self.slots[..last].iter().position(is_free)
+        self.slots[..last].iter().position(Option::is_none)
     }
 
-    /// Counts a command that was put into a slot, or has ended for who asked. Its slot may be in
-    /// quarantine then; the permit is given back all the same, as Linux gives it back: slots are what
-    /// is short then.
+    /// Counts a command that was put into a slot, or has ended.
     fn count_shares(&mut self, opcode: Opcode, change: isize) {
-        let count = |counter: &mut usize| {
-            *counter = counter.checked_add_signed(change).expect("what ends has begun");
-        };
-        if !is_for_pages(opcode) {
-            count(&mut self.ordinary);
-        }
         if opcode.is_throttled() {
-            count(&mut self.throttled);
+            let throttled = self.throttled.checked_add_signed(change);
+            self.throttled = throttled.expect("what ends has begun");
         }
-        let stats = self.stats.opcodes.entry(opcode).or_default();
-        stats.count(change > 0);
+        self.stats.opcodes.entry(opcode).or_default().count(change > 0);
     }
 
     /// A token for the next command. Never zero: mailboxes fresh from the host carry that.
@@ -248,7 +219,7 @@ impl CommandQueue {
     }
 
     /// Writes the message and the entry, and hands the slot to the device.
-    fn post(&mut self, index: usize, mut posted: Posted, input: &Input) -> CommandId {
+    fn post(&mut self, index: usize, posted: Posted, input: &Input) -> CommandId {
         let in_bytes = input.bytes();
         let mut writer = InputWriter::new(&self.pool, &posted.input, in_bytes);
         match input {
@@ -259,7 +230,6 @@ impl CommandQueue {
         self.pool.link(&posted.input, posted.token);
         self.pool.clear(&posted.output);
         self.pool.link(&posted.output, posted.token);
-        posted.op_mod = u16::from_be_bytes([inline[6], inline[7]]);
 
         let length = |bytes: usize| U32::new(u32::try_from(bytes).expect("messages have a limit"));
         let mut entry = CommandEntry::new_zeroed();
@@ -280,17 +250,8 @@ impl CommandQueue {
         self.doorbell |= 1 << index;
 
         let id = posted.id;
-        self.change(index, SlotEvent::Issue);
-        self.slots[index].command = Some(posted);
+        self.slots[index] = Some(posted);
         id
-    }
-
-    /// The one place where a slot's state changes.
-    fn change(&mut self, index: usize, event: SlotEvent) {
-        let state = self.slots[index].state;
-        let next = state.next(event);
-        self.slots[index].state =
-            next.unwrap_or_else(|| panic!("slot {index} is {state:?} at {event:?}"));
     }
 
     /// What to write to the doorbell register (before it is swapped to big-endian): one bit for
@@ -318,100 +279,80 @@ impl CommandQueue {
         }
     }
 
-    /// Time has passed: looks where an answer is overdue, and gives up where it is over. To be
+    /// Time has passed: looks where an answer is overdue. If one does not come, the queue ends. To be
     /// called at [`Self::poll_timeout`], or more often. Whether an answer was overdue: then it is
     /// worth a look whether the device is still there.
     pub(crate) fn on_timeout(&mut self, now: Instant) -> bool {
-        let mut overdue = false;
+        let (mut overdue, mut over) = (false, false);
         for index in 0..self.slots.len() {
-            let slot = &self.slots[index];
-            let due = match (&slot.command, slot.state) {
-                (_, SlotState::Free) | (None, _) => continue,
-                (Some(_), SlotState::Quarantined) => true,
-                (Some(posted), SlotState::Posted) => posted.probe <= now,
-            };
-            if due && !self.answer(now, index) {
-                overdue |= self.give_up_or_probe_again(now, index);
+            if self.slots[index].as_ref().is_none_or(|posted| posted.probe > now)
+                || self.answer(now, index)
+            {
+                continue;
             }
+            let Some(posted) = &mut self.slots[index] else { continue };
+            posted.probe = posted.deadline;
+            overdue = true;
+            over |= posted.deadline <= now;
+        }
+        if over && self.end.is_none() {
+            self.on_end(now, End::Tainted);
         }
         overdue
     }
 
-    /// Whether somebody waited for it.
-    fn give_up_or_probe_again(&mut self, now: Instant, index: usize) -> bool {
-        let slot = &mut self.slots[index];
-        let Some(posted) = &mut slot.command else { return false };
-        if slot.state != SlotState::Posted {
-            return false;
+    /// Every command ends that is not answered, and no more are taken.
+    pub(crate) fn on_end(&mut self, now: Instant, end: End) {
+        if self.end.is_some() {
+            self.end = self.end.max(Some(end));
+            return;
         }
-        if posted.deadline <= now {
-            let waited = now.since(posted.issued);
-            let error = CommandError::Timeout { opcode: posted.opcode, waited };
-            self.give_up(now, index, error);
-        } else {
-            posted.probe = posted.deadline;
-        }
-        true
-    }
-
-    /// Whether a command was given up since the last call.
-    pub(crate) fn take_given_up(&mut self) -> bool {
-        std::mem::take(&mut self.has_given_up)
-    }
-
-    /// The device is gone: every command ends, and no more are taken. Slots stay in quarantine,
-    /// since nobody knows what still writes to them.
-    pub(crate) fn on_gone(&mut self, now: Instant) {
-        self.is_gone = true;
         for index in 0..self.slots.len() {
-            if self.slots[index].state == SlotState::Posted && !self.answer(now, index) {
-                let opcode = self.slots[index].command.as_ref().map_or(Opcode(0), |c| c.opcode);
-                self.give_up(now, index, CommandError::Gone { opcode });
-            }
+            self.take_answer(index);
         }
-    }
-
-    fn give_up(&mut self, now: Instant, index: usize, error: CommandError) {
-        self.change(index, SlotEvent::GiveUp);
-        let posted = self.slots[index].command.as_ref().expect("a posted slot has a command");
-        let (id, opcode) = (posted.id, posted.opcode);
-        self.has_given_up = true;
-        self.lost_creations += u64::from(opcode.is_create());
-        self.count_shares(opcode, -1);
-        self.done.push_back(Completion { id, result: Err(error), at: now });
+        self.end = Some(end);
+        self.doorbell = 0;
+        for index in 0..self.slots.len() {
+            let Some(Posted { id, opcode, issued, deadline, .. }) = self.slots[index] else {
+                continue;
+            };
+            let error = match end {
+                End::Gone => CommandError::Gone { opcode },
+                End::Tainted if deadline <= now => {
+                    CommandError::Timeout { opcode, waited: now.since(issued) }
+                }
+                End::Tainted => CommandError::Tainted { opcode },
+            };
+            self.count_shares(opcode, -1);
+            self.done.push_back(Completion { id, result: Err(error) });
+        }
     }
 
     /// Takes the answer from a slot, if the device has given the slot back. Whether it had.
     fn answer(&mut self, now: Instant, index: usize) -> bool {
-        let Some(slot) = self.slots.get(index) else { return false };
-        if slot.command.is_none() {
-            return false;
+        let taints = self.end.is_none().then(|| self.take_answer(index)).flatten();
+        if taints == Some(true) {
+            self.on_end(now, End::Tainted);
         }
+        taints.is_some()
+    }
+
+    /// As above; whether it is one after which nothing more can be asked.
+    fn take_answer(&mut self, index: usize) -> Option<bool> {
+        self.slots.get(index)?.as_ref()?;
         // Pairs with the device's release of the owner bit: the output is there.
         let status_own = self.page.load8(self.entry_offset(index) + STATUS_OWN_OFFSET);
         if status_own & OWNED_BY_DEVICE != 0 {
-            return false;
+            return None;
         }
-        let was = self.slots[index].state;
-        self.change(index, SlotEvent::Answer);
-        let posted = self.slots[index].command.take().expect("checked above");
+        let posted = self.slots[index].take()?;
         let result = self.read_answer(index, &posted, status_own);
         self.pool.give(&posted.input);
         self.pool.give(&posted.output);
-        let creates = u64::from(posted.opcode.is_create());
-        if was == SlotState::Posted {
-            let is_lost = result.as_ref().is_err_and(CommandError::may_be_done);
-            self.lost_creations += if is_lost { creates } else { 0 };
-            self.count_shares(posted.opcode, -1);
-            self.done.push_back(Completion { id: posted.id, result, at: now });
-        } else {
-            let is_clear = !result.as_ref().is_err_and(CommandError::may_be_done);
-            let found = if is_clear { creates } else { 0 };
-            self.lost_creations = self.lost_creations.saturating_sub(found);
-            let Posted { id, opcode, op_mod, keep, .. } = posted;
-            self.late.push_back(LateCompletion { id, opcode, op_mod, result, keep });
-        }
-        true
+        self.count_shares(posted.opcode, -1);
+        let taints = result.as_ref().is_err_and(CommandError::taints);
+        self.done.push_back(Completion { id: posted.id, result });
+        Some(taints)
     }
 
     fn read_answer(
@@ -457,14 +398,9 @@ impl CommandQueue {
         self.done.remove(index)
     }
 
-    /// The next late answer.
-    pub(crate) fn poll_late(&mut self) -> Option<LateCompletion> {
-        self.late.pop_front()
-    }
-
     /// When [`Self::on_timeout`] is to be called at the latest; `None` while nobody waits.
     pub(crate) fn poll_timeout(&self) -> Option<Instant> {
-        let posted = self.slots.iter().filter(|slot| slot.state == SlotState::Posted);
-        posted.filter_map(|slot| slot.command.as_ref()).map(|c| c.probe.min(c.deadline)).min()
+        let posted = self.slots.iter().flatten().filter(|_| self.end.is_none());
+        posted.map(|posted| posted.probe.min(posted.deadline)).min()
     }
 }

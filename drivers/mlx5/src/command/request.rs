@@ -3,7 +3,6 @@
 use super::{CommandError, InputWriter};
 use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::{GeneralObjectIn, OutHeader};
-use martlet_units::Instant;
 use std::any::Any;
 use std::fmt;
 use std::mem::size_of;
@@ -52,9 +51,8 @@ pub(crate) struct Request {
     pub(crate) input: Input,
     /// How long the output is.
     pub(crate) out_bytes: usize,
-    /// What the device may use while it has the command, or afterwards by its effect: memory that
-    /// is pinned for a key, say. Kept until the answer is there, however late; and if the answer
-    /// to a creation is late, until what was created is destroyed.
+    /// What the device may use while it has the command: memory that is pinned for a key, say. Kept
+    /// until the answer is there, or the function has been stopped.
     pub(crate) keep: Option<Keep>,
 }
 
@@ -139,23 +137,6 @@ pub(crate) struct Completion {
     pub(crate) id: CommandId,
     /// How it went.
     pub(crate) result: Result<Output, CommandError>,
-    /// When that was seen.
-    pub(crate) at: Instant,
-}
-
-/// The answer to a command that had been given up. Its user has an error already; what was made
-/// after all has to be dropped by somebody.
-pub(crate) struct LateCompletion {
-    /// Which.
-    pub(crate) id: CommandId,
-    /// What was asked for.
-    pub(crate) opcode: Opcode,
-    /// The type of the general object, or the other meanings of that field of the input's header.
-    pub(crate) op_mod: u16,
-    /// How it went.
-    pub(crate) result: Result<Output, CommandError>,
-    /// What was kept for it.
-    pub(crate) keep: Option<Keep>,
 }
 
 /// Bytes of the shortest message: a header, and what is padded to 16 bytes.

@@ -174,28 +174,6 @@ fn submit(queue: &mut CommandQueue, request: &Request) -> CommandId {
 }
 
 #[test]
-fn slots_change_as_the_table_says() {
-    let mut table = String::new();
-    for state in SlotState::ALL {
-        for event in SlotEvent::ALL {
-            let next = state.next(event).map_or("-".to_owned(), |next| format!("{next:?}"));
-            table.push_str(&format!("{state:?} + {event:?} => {next}\n"));
-        }
-    }
-    insta::assert_snapshot!(table, @r"
-    Free + Issue => Posted
-    Free + Answer => -
-    Free + GiveUp => -
-    Posted + Issue => -
-    Posted + Answer => Free
-    Posted + GiveUp => Quarantined
-    Quarantined + Issue => -
-    Quarantined + Answer => Free
-    Quarantined + GiveUp => -
-    ");
-}
-
-#[test]
 fn a_shape_that_cannot_be_is_refused() {
     let bus = SoftBus::new(Addressing::Iommu);
     let fits = |log_entries, log_stride| {
@@ -325,32 +303,55 @@ fn an_answer_whose_event_is_lost_is_found() {
 }
 
 #[test]
-fn a_late_answer_frees_the_slot_and_nothing_before_does() {
+fn a_command_that_is_not_answered_ends_the_queue() {
     let (mut queue, mut firmware) = Firmware::new();
-    let id = submit(&mut queue, &modify(0));
+    let first = submit(&mut queue, &modify(0));
     firmware.ring(&mut queue);
     queue.on_timeout(queue.poll_timeout().unwrap());
     let over = queue.poll_timeout().unwrap();
     assert_eq!(over, NOW.after(5 * MS));
-    queue.on_timeout(over);
-    let error = queue.take_done(id).unwrap().result.unwrap_err();
-    assert!(matches!(error, CommandError::Timeout { waited, .. } if waited == 5 * MS));
-    // The slot stays the device's, its mailboxes too; the permit is free again.
-    let other = submit(&mut queue, &modify(1));
+    let keep = Arc::new(0_u8);
+    let young = queue.submit(NOW.after(MS), 5 * MS, &modify(1).keeping(keep.clone())).unwrap();
+    let answered = submit(&mut queue, &modify(2));
     firmware.ring(&mut queue);
-    assert_eq!(firmware.owned, 0b11);
-    let chunks = firmware.bus.entries();
-    // The late answer.
+    firmware.answer(2);
+    let entries = firmware.bus.entries();
+    // One that the device has not heard of yet.
+    let unheard = submit(&mut queue, &modify(3));
+    queue.on_timeout(over);
+    assert_eq!(queue.end(), Some(End::Tainted));
+    let mut end = |id| queue.take_done(id).unwrap().result;
+    let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+    assert!(matches!(end(first), Err(CommandError::Timeout { waited, .. }) if waited == 5 * MS));
+    assert_eq!(end(young), Err(CommandError::Tainted { opcode }));
+    assert!(end(answered).is_ok(), "its event had not come");
+    assert!(end(unheard).is_err());
+    // Nothing more is sent, and nothing is free that the device may use.
+    assert_eq!(queue.poll_doorbell(), None);
+    assert_eq!(queue.submit(over, MS, &modify(4)), Err(SubmitError::Tainted));
+    assert!(queue.is_idle() && queue.poll_timeout().is_none());
     let vector = firmware.answer(0);
     queue.on_completion(over, vector);
-    assert!(queue.take_done(other).is_none(), "it is not taken for another's");
-    let late = queue.poll_late().unwrap();
-    assert_eq!((late.id, late.opcode), (id, Opcode::MODIFY_GENERAL_OBJECT));
-    assert!(late.result.is_ok());
-    submit(&mut queue, &modify(2));
-    firmware.ring(&mut queue);
-    assert_eq!(firmware.owned, 0b11, "the slot is used again");
-    assert_eq!(firmware.bus.entries(), chunks, "and its mailboxes");
+    assert!(queue.take_done(first).is_none(), "a late answer says nothing");
+    assert_eq!((firmware.bus.entries(), Arc::strong_count(&keep)), (entries, 2));
+}
+
+#[test]
+fn an_answer_that_does_not_tell_what_was_done_ends_the_queue() {
+    let denied = [CommandStatus::BAD_RESOURCE, CommandStatus::BAD_INDEX];
+    for status in denied.map(Some).into_iter().chain([None]) {
+        let (mut queue, mut firmware) = Firmware::new();
+        let ids = [0, 1].map(|number| submit(&mut queue, &modify(number)));
+        firmware.ring(&mut queue);
+        match status {
+            Some(status) => firmware.fail_next(status, 1),
+            None => firmware.spoil_token(),
+        }
+        let vector = firmware.answer(0);
+        queue.on_completion(NOW, vector);
+        assert!(ids.map(|id| queue.take_done(id).unwrap().result.is_err()) == [true; 2]);
+        assert_eq!(queue.end(), Some(End::Tainted));
+    }
 }
 
 #[test]
@@ -371,7 +372,7 @@ fn with_the_device_gone_everything_ends() {
     let ids = [0, 1].map(|number| submit(&mut queue, &modify(number)));
     firmware.ring(&mut queue);
     firmware.answer(0);
-    queue.on_gone(NOW);
+    queue.on_end(NOW, End::Gone);
     assert!(queue.take_done(ids[0]).unwrap().result.is_ok(), "this had been answered");
     let opcode = Opcode::MODIFY_GENERAL_OBJECT;
     let gone = CommandError::Gone { opcode };
@@ -427,7 +428,7 @@ proptest! {
                 }
                 _ => queue.on_poll(now),
             }
-            while queue.poll_done().is_some() || queue.poll_late().is_some() {}
+            while queue.poll_done().is_some() {}
             time += u64::from(number % 3_000_000);
         }
         // Everything ends in time.

@@ -7,7 +7,7 @@ use super::own_memory::OwnMemory;
 use super::{Control, Mlx5Device};
 use crate::queues::{Faults, LogTo, batch};
 use martlet_units::PAGE_SHIFT;
-use martlet_vdpa::VdpaError;
+use martlet_vdpa::{MapRun, VdpaError};
 
 const ACTION: &str = "log dirty pages";
 
@@ -18,12 +18,32 @@ const WORD_BYTES: usize = 8;
 /// Logs of a device.
 #[derive(Default)]
 pub(super) struct DirtyLogs {
-    /// The one that is written.
+    /// The one that is written, or was the last time.
     current: Option<OwnMemory>,
-    /// Those that were: with bits that have not been taken yet.
+    pub(super) is_on: bool,
+    /// Those that were too short: with bits that have not been taken yet.
     old: Vec<OwnMemory>,
+    /// Any page may have been written: a log went with its function.
+    everything: bool,
     /// Where the current map ends.
     map_end: u64,
+}
+
+impl DirtyLogs {
+    /// The function was stopped.
+    pub(super) fn forget(&mut self) {
+        self.everything |= self.is_on;
+        self.current = None;
+        self.old.clear();
+        if !self.is_on {
+            self.map_end = 0;
+        }
+    }
+
+    fn is_enough(&self, end: u64) -> bool {
+        let fits = |log: &OwnMemory| bitmap_bytes(end).is_some_and(|b| b <= log.block.bytes());
+        self.current.as_ref().is_some_and(fits)
+    }
 }
 
 /// Bytes of a bitmap up to an address.
@@ -38,32 +58,47 @@ fn bitmap_bytes(end: u64) -> Option<usize> {
 impl Mlx5Device {
     pub(super) fn set_log(&self, control: &mut Control, on: bool) -> Result<(), VdpaError> {
         control.check_settled(ACTION)?;
-        match (on, control.logs.current.is_some()) {
+        match (on, control.logs.is_on) {
             (true, false) => self.begin_log(control),
-            (false, true) => self.end_log(control),
+            (false, true) => {
+                // What is logged until now can still be taken.
+                control.logs.is_on = false;
+                none_or_error(self.log_to(control, None))
+            }
             (true, true) | (false, false) => Ok(()),
         }
     }
 
     fn begin_log(&self, control: &mut Control) -> Result<(), VdpaError> {
-        let log = self.new_log(control.setup.pd, control.logs.map_end)?;
-        let to = log_to(&log);
-        let faults = self.log_to(control, Some(to));
-        if faults.is_empty() {
-            control.logs.current = Some(log);
-            return Ok(());
+        self.ensure_log(control)?;
+        let to = control.logs.current.as_ref().map(log_to);
+        let faults = self.log_to(control, to);
+        control.logs.is_on = faults.is_empty();
+        if !faults.is_empty() {
+            // All or none: those that log already stop it.
+            self.log_to(control, None);
         }
-        // All or none: those that log already stop it.
-        self.log_to(control, None);
-        control.logs.old.push(log);
-        Err(faults.into_error(ACTION))
+        none_or_error(faults)
     }
 
-    fn end_log(&self, control: &mut Control) -> Result<(), VdpaError> {
-        let faults = self.log_to(control, None);
-        // What is logged until now can still be taken.
-        control.logs.old.extend(control.logs.current.take());
-        if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
+    /// A log that covers the whole map.
+    fn ensure_log(&self, control: &mut Control) -> Result<(), VdpaError> {
+        if !control.logs.is_enough(control.logs.map_end) {
+            let log = self.new_log(control.setup.pd, control.logs.map_end)?;
+            let old = control.logs.current.replace(log);
+            control.logs.old.extend(old);
+        }
+        Ok(())
+    }
+
+    /// A log that was on is on for a function that has begun anew, before its queues run. What the old
+    /// one had written and not logged yet nobody knows.
+    pub(super) fn log_again(&self, control: &mut Control) -> Result<(), VdpaError> {
+        if control.logs.is_on {
+            self.ensure_log(control)?;
+            control.queues.log = control.logs.current.as_ref().map(log_to);
+        }
+        Ok(())
     }
 
     fn new_log(&self, pd: u32, end: u64) -> Result<OwnMemory, VdpaError> {
@@ -76,16 +111,12 @@ impl Mlx5Device {
 
     /// A map is coming that ends there: a log that is on becomes long enough first.
     pub(super) fn grow_log(&self, control: &mut Control, end: u64) -> Result<(), VdpaError> {
-        let enough =
-            |log: &OwnMemory| bitmap_bytes(end).is_some_and(|bytes| bytes <= log.block.bytes());
-        if control.logs.current.as_ref().is_some_and(|log| !enough(log)) {
+        if control.logs.is_on && !control.logs.is_enough(end) {
             let log = self.new_log(control.setup.pd, end)?;
             let faults = self.log_to(control, Some(log_to(&log)));
             let old = control.logs.current.replace(log);
             control.logs.old.extend(old);
-            if !faults.is_empty() {
-                return Err(faults.into_error(ACTION));
-            }
+            none_or_error(faults)?;
         }
         control.logs.map_end = end;
         Ok(())
@@ -116,21 +147,27 @@ impl Mlx5Device {
     }
 
     pub(super) fn take_log(&self, control: &mut Control, mark: &mut dyn FnMut(u64, u64)) {
-        let logs = control.logs.current.iter().chain(&control.logs.old);
-        for log in logs {
-            take(log, mark);
+        if std::mem::take(&mut control.logs.everything) {
+            control.queues.runs.iter().for_each(|run| mark_all(run, mark));
         }
+        control.logs.current.iter().chain(&control.logs.old).for_each(|log| take(log, mark));
     }
+}
 
-    /// Frees logs that no queue writes any more. Their bits are lost: only when they were taken, or
-    /// nobody wants them.
-    pub(super) fn drop_logs(&self, control: &mut Control) {
-        control.queues.log = None;
-        control.logs.map_end = 0;
-        let current = control.logs.current.take();
-        for log in current.into_iter().chain(control.logs.old.drain(..)) {
-            control.kept.extend(log.destroy(&self.firmware));
-        }
+fn none_or_error(faults: Faults) -> Result<(), VdpaError> {
+    if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
+}
+
+/// Marks all pages of a piece of the map.
+fn mark_all(run: &MapRun, mark: &mut dyn FnMut(u64, u64)) {
+    let first = run.iova.0 >> PAGE_SHIFT;
+    let end = first + (run.memory.bytes() >> PAGE_SHIFT);
+    let mut page = first;
+    while page < end {
+        let (word, bit) = (page & !63, page & 63);
+        let count = (end - page).min(64 - bit);
+        mark(word, (u64::MAX >> (64 - count)) << bit);
+        page += count;
     }
 }
 

@@ -12,13 +12,14 @@ mod vdpa;
 
 use crate::command::{Keep, QueueStats};
 use crate::firmware::{BringUpError, Firmware, Setup};
-use crate::memory::{KeyContext, KeyPort, MemoryConfig, MemoryCounters};
+use crate::memory::{KeyContext, Maps, MemoryConfig, MemoryCounters};
 use crate::options::{Options, Pace, Prepare};
 use crate::queues::{Common, DeviceEvent, DeviceState, Place, Queues, Scratch};
 use dirty::DirtyLogs;
 use guest::Guest;
-use martlet_device_io::{Dma, DmaBlock, Registers, Vectors, Waiter};
+use martlet_device_io::{Dma, Registers, Vectors, Waiter};
 use martlet_mlx5_abi::message::object_type;
+use martlet_units::Instant;
 use martlet_vdpa::virtio::split;
 use martlet_vdpa::{Identity, VdpaError};
 use own_memory::OwnMemory;
@@ -61,14 +62,25 @@ struct Control {
     /// How a suspend or a resume ended that ended before it was asked after.
     outcome: Option<Result<(), VdpaError>>,
     queues: Queues,
-    keys: KeyPort,
+    maps: Maps,
     scratch: Option<OwnMemory>,
     logs: DirtyLogs,
-    /// Memory of the driver's own whose keys could not be destroyed.
-    kept: Vec<Arc<DmaBlock>>,
     /// The last event about the link that has been seen to.
     link_seen: u64,
     has_features: bool,
+    recoveries: Recoveries,
+    /// Not before then is a function that does not answer tried to be brought up.
+    retry_at: Instant,
+}
+
+/// Functions that were made anew, because a command was not answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recoveries {
+    /// How often.
+    pub count: u64,
+    /// Frames that transmit queues had taken or could have taken: each may have been sent or not, or
+    /// twice.
+    pub frames_in_flight: u64,
 }
 
 impl Mlx5Device {
@@ -89,12 +101,13 @@ impl Mlx5Device {
             operation: None,
             outcome: None,
             queues: new_queues(&setup, queues, vectors.count()),
-            keys: new_keys(&setup, &options),
+            maps: new_maps(&setup, &options),
             scratch: None,
             logs: DirtyLogs::default(),
-            kept: Vec::new(),
             link_seen: firmware.link_events(),
             has_features: false,
+            recoveries: Recoveries::default(),
+            retry_at: Instant(0),
             setup,
         };
         let control = Mutex::new(control);
@@ -108,7 +121,12 @@ impl Mlx5Device {
 
     /// What was done about memory keys.
     pub fn memory_counters(&self) -> MemoryCounters {
-        self.lock().keys.registry().counters()
+        self.lock().maps.counters()
+    }
+
+    /// How often its function was made anew.
+    pub fn recoveries(&self) -> Recoveries {
+        self.lock().recoveries
     }
 
     /// Where the device is.
@@ -197,6 +215,7 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16) -> Queues {
         features: 0,
         used: count,
         map: None,
+        runs: Vec::new(),
         scratch: None,
         log: None,
         table: None,
@@ -204,16 +223,12 @@ fn new_queues(setup: &Setup, count: usize, vectors: u16) -> Queues {
         capabilities: setup.virtio,
         has_counters: setup.general.has_object_type(object_type::VIRTIO_Q_COUNTERS),
         retired: Arc::default(),
-        undestroyed: Vec::new(),
-        pending_changes: Vec::new(),
-        has_wrong_numbers: false,
     }
 }
 
-fn new_keys(setup: &Setup, options: &Options) -> KeyPort {
+fn new_maps(setup: &Setup, options: &Options) -> Maps {
     let context = KeyContext { pd: setup.pd, null_key: setup.null_mkey };
-    let deadline = options.deadlines.memory;
-    KeyPort::new(memory_config(setup, options), context, deadline)
+    Maps::new(memory_config(setup, options), context)
 }
 
 fn memory_config(setup: &Setup, options: &Options) -> MemoryConfig {

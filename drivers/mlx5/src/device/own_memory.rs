@@ -1,18 +1,17 @@
 //! Memory of the driver's own behind a key: the empty ring, the dirty log.
 
-use crate::command::{Keep, Request};
+use crate::command::Keep;
 use crate::firmware::Firmware;
 use crate::memory::{KeyCommand, KeyContext, Mtts};
 use martlet_device_io::{BusRun, DmaBlock};
-use martlet_mlx5_abi::Opcode;
-use martlet_mlx5_abi::memory::{CreateMkeyOut, mkey_from_index, mkey_to_index};
-use martlet_mlx5_abi::message::{ShortIn, ShortOut};
+use martlet_mlx5_abi::memory::{CreateMkeyOut, mkey_from_index};
 use martlet_vdpa::{Access, VdpaError};
 use std::sync::Arc;
 
 const PAGE: usize = 4096;
 
-/// A piece of DMA memory with a key that covers it from address 0 on.
+/// A piece of DMA memory with a key that covers it from address 0 on, for as long as the function is
+/// up.
 #[derive(Debug)]
 pub(super) struct OwnMemory {
     pub(super) block: Arc<DmaBlock>,
@@ -34,24 +33,12 @@ impl OwnMemory {
         let run = BusRun { at: block.at(), bytes: block.bytes() as u64 };
         let mtts = Mtts::new([run]).expect("a block has bytes");
         let context = KeyContext { pd, null_key: 0 };
-        let command = KeyCommand::direct(0, &context, run.bytes, Access::ReadWrite, mtts);
+        let command = KeyCommand::direct(&context, run.bytes, Access::ReadWrite, mtts);
         let request = command.into_request().keeping(Arc::clone(&block) as Keep);
         let created =
             firmware.setup_call(request).and_then(|output| output.read::<CreateMkeyOut>());
         let created = created.map_err(|error| crate::queues::vdpa_error(action, &error))?;
         let key = mkey_from_index(created.mkey_index.get(), 0);
         Ok(OwnMemory { block, key })
-    }
-
-    /// Destroys the key. If that fails, gives the memory back, which the device may use yet.
-    pub(super) fn destroy(self, firmware: &Firmware) -> Option<Arc<DmaBlock>> {
-        let input = ShortIn::new(Opcode::DESTROY_MKEY, 0, mkey_to_index(self.key));
-        let request = Request::new::<ShortOut>(Opcode::DESTROY_MKEY, &input);
-        let result = firmware.setup_call(request.keeping(Arc::clone(&self.block) as Keep));
-        if crate::firmware::is_done(Opcode::DESTROY_MKEY, &result) {
-            return None;
-        }
-        tracing::warn!(key = self.key, "a memory key of the driver's own could not be destroyed");
-        Some(self.block)
     }
 }

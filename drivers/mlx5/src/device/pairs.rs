@@ -4,7 +4,7 @@
 //! More: they start, and then the table names them. Frames for pairs that remain go on.
 
 use super::{Control, Mlx5Device};
-use crate::queues::{DeviceState, Faults, Starting, Target};
+use crate::queues::{DeviceState, Starting, Target};
 use martlet_vdpa::VdpaError;
 
 const ACTION: &str = "change the number of queue pairs";
@@ -41,25 +41,12 @@ impl Mlx5Device {
         let tail = control.queues.with_object(&tail);
         let mut faults = control.queues.stop(&self.firmware, &tail, &self.guest);
         if !faults.is_empty() {
-            // As before: where a queue is that was not stopped in order can't be made up.
             control.queues.used = before;
-            let starting = Starting::begin(&control.queues.active(), Target::Running);
-            faults.extend(starting.run(&self.firmware, &mut control.queues, &self.guest));
+            let active = control.queues.active();
+            faults.extend(self.start_all(control, &active));
             return Err(faults.into_error(ACTION));
         }
         Ok(())
-    }
-
-    /// Ends those of these queues that still run.
-    fn end_running(&self, control: &mut Control, which: &[usize]) -> Faults {
-        let runs =
-            |index: &usize| control.queues.object(*index).is_some_and(|object| !object.stands());
-        let running: Vec<usize> = which.iter().copied().filter(runs).collect();
-        for index in &running {
-            control.queues.list[*index].at = None;
-        }
-        // Where they were is lost with them: they are out of order until a reset.
-        control.queues.destroy(&self.firmware, &running, &self.guest)
     }
 
     fn grow(&self, control: &mut Control, before: usize, used: usize) -> Result<(), VdpaError> {
@@ -67,23 +54,18 @@ impl Mlx5Device {
         let added: Vec<usize> =
             control.queues.active().into_iter().filter(|index| *index >= before).collect();
         let starting = Starting::begin(&added, Target::Running);
-        let faults = starting.run(&self.firmware, &mut control.queues, &self.guest);
+        let mut faults = starting.run(&self.firmware, &mut control.queues, &self.guest);
         if faults.is_empty() {
             return Ok(());
         }
-        // As before: the table first, then what was added.
+        // As before: the table first, then what was added. Where it was its rings tell.
         control.queues.used = before;
         let stay = control.queues.receivers(&control.queues.active());
-        let table = control.queues.set_table(&self.firmware, &stay);
-        let mut faults = faults;
-        faults.forget_standing();
-        if let Err(error) = table {
+        if let Err(error) = control.queues.set_table(&self.firmware, &stay) {
             faults.add_general(error);
         }
-        let stopped = control.queues.stop(&self.firmware, &added, &self.guest);
-        if !stopped.is_empty() {
-            faults.extend(self.end_running(control, &added));
-        }
+        added.iter().for_each(|index| control.queues.list[*index].at = None);
+        faults.extend(control.queues.destroy(&self.firmware, &added, &self.guest));
         Err(faults.into_error(ACTION))
     }
 }

@@ -1,48 +1,58 @@
 //! Back to the begin, and the end.
+//!
+//! There is one way to get rid of what is on a function: it is stopped and begins anew. A reset does
+//! that, and so does a function of which a command was not answered. In that case what the guest had
+//! is made again: the map, and the queues where their rings say that they are. A frame that was in
+//! flight may be lost, or sent once more; [`Recoveries`] counts them.
 
 use super::map::install;
-use super::{Control, Mlx5Device};
-use crate::firmware::{BringUpError, objects_of};
-use crate::queues::{DeviceEvent, DeviceState, Faults};
+use super::{Control, Mlx5Device, Recoveries};
+use crate::command::End;
+use crate::firmware::BringUpError;
+use crate::queues::{DeviceEvent, DeviceState, Gates, Starting, Target};
+use martlet_units::Instant;
 use martlet_vdpa::VdpaError;
-use std::sync::Arc;
+use std::time::Duration;
 
 const ACTION: &str = "reset";
+
+/// How long a function that did not begin anew is left alone.
+const PAUSE: Duration = Duration::from_secs(1);
 
 impl Mlx5Device {
     pub(super) fn reset_all(&self, control: &mut Control) -> Result<(), VdpaError> {
         self.forget_guest(control);
-        let mut faults = Faults::default();
-        self.end_queues(control, &mut faults);
-        let hidden = control.queues.destroy_again(&self.firmware);
-        self.drop_logs(control);
-        self.delete_if_at_once(control);
-        control.queues.drop_retired(&self.firmware);
-        let unnamed = control.queues.has_wrong_numbers || self.firmware.has_hidden_objects();
-        if faults.is_empty() && hidden == 0 && control.kept.is_empty() && !unnamed {
-            return Ok(());
+        self.begin_anew(control).map_err(|error| self.not_up(&error, ACTION))
+    }
+
+    /// What Linux' driver does at a reset: queues and keys are destroyed, and the function stays up.
+    /// Here only for measuring what that costs.
+    pub fn reset_in_place(&self) -> Result<(), VdpaError> {
+        let control = &mut *self.lock();
+        self.forget_guest(control);
+        let table = control.queues.set_table(&self.firmware, &[]);
+        table.map_err(|error| crate::queues::vdpa_error(ACTION, &error))?;
+        let all: Vec<usize> = (0..control.queues.list.len()).collect();
+        let faults = control.queues.destroy(&self.firmware, &all, &self.guest);
+        if control.maps.deletes_at_once() {
+            control.maps.destroy_unused(&self.firmware);
         }
-        // Something is left that can't be named or destroyed: the whole function begins anew.
-        tracing::warn!("an mlx5 function is restarted, for it does not let go of everything");
-        match self.restart_function(control) {
-            Ok(()) => Ok(()),
-            Err(error) => {
-                let error = std::error::Error::source(&error)
-                    .map_or(error.to_string(), |source| format!("{error}: {source}"));
-                faults.add_host(format!("the function can't be restarted: {error}"));
-                if self.firmware.is_gone() {
-                    return Err(VdpaError::Gone { action: ACTION });
-                }
-                Err(faults.into_error(ACTION))
-            }
+        if faults.is_empty() { Ok(()) } else { Err(faults.into_error(ACTION)) }
+    }
+
+    fn not_up(&self, error: &BringUpError, action: &'static str) -> VdpaError {
+        if self.firmware.is_gone() {
+            return VdpaError::Gone { action };
         }
+        let source = std::error::Error::source(error).map(|source| format!(": {source}"));
+        let reason = format!("it does not begin anew: {error}{}", source.unwrap_or_default());
+        VdpaError::Device { action, reason }
     }
 
     /// Everything that the VMM said goes.
     fn forget_guest(&self, control: &mut Control) {
         self.settle(control);
-        control.outcome = None;
-        install(control, None);
+        install(control, None, &[]);
         control.queues.features = 0;
         control.queues.used = control.queues.list.len();
         control.has_features = false;
@@ -50,92 +60,124 @@ impl Mlx5Device {
             queue.config = None;
             queue.at = None;
         }
+        control.logs.is_on = false;
         control.change(DeviceEvent::Reset);
     }
 
-    /// Takes the function down and brings it up again: what was made on it is gone.
-    fn restart_function(&self, control: &mut Control) -> Result<(), BringUpError> {
-        let is_down = self.firmware.tear_down(&[]);
-        if is_down {
-            self.forget_function(control);
-        }
-        let setup = self.firmware.restart(is_down)?;
-        // It has begun anew: if not before, then now there is nothing of the old any more.
-        self.forget_function(control);
-        control.keys = super::new_keys(&setup, self.firmware.options());
+    /// Stops the function and brings it up again: what was made on it is gone.
+    fn begin_anew(&self, control: &mut Control) -> Result<(), BringUpError> {
+        self.stop_function(control);
+        control.retry_at = self.firmware.now().after(PAUSE);
+        let setup = self.firmware.start_anew()?;
+        control.maps = super::new_maps(&setup, self.firmware.options());
         control.queues.common.pd = setup.pd;
         control.setup = setup;
         Ok(())
     }
 
-    /// The function is down: nothing that was made on it exists, and it reaches no memory.
-    fn forget_function(&self, control: &mut Control) {
-        control.keys.registry_mut().forget_all();
-        let queues = &mut control.queues;
-        queues.undestroyed.clear();
-        queues.pending_changes.clear();
-        queues.has_wrong_numbers = false;
-        queues.table = None;
-        queues.scratch = None;
-        queues.log = None;
-        for queue in &mut queues.list {
-            queue.object = None;
-            queue.counters = None;
-        }
-        queues.forget_retired();
+    /// From here on the function reaches no memory: all that was kept for it is free.
+    fn stop_function(&self, control: &mut Control) {
+        (0..control.queues.list.len()).for_each(|queue| self.guest.close(queue));
+        self.firmware.stop();
+        control.queues.forget_objects();
+        control.queues.map = None;
+        control.maps.forget_all();
         control.scratch = None;
-        control.logs = super::dirty::DirtyLogs::default();
-        control.kept.clear();
+        control.logs.forget();
     }
 
-    /// Ends all queues: the table first, which names them.
-    pub(super) fn end_queues(&self, control: &mut Control, faults: &mut Faults) {
-        if let Err(error) = control.queues.set_table(&self.firmware, &[]) {
-            faults.add_general(error);
+    /// Whether the function answers; one that does not begins anew before it is set up for a guest.
+    pub(super) fn ensure_answers(
+        &self,
+        control: &mut Control,
+        action: &'static str,
+    ) -> Result<(), VdpaError> {
+        match self.firmware.end() {
+            None => Ok(()),
+            Some(End::Gone) => Err(VdpaError::Gone { action }),
+            Some(End::Tainted) => self.recover(control, action),
         }
-        let all: Vec<usize> = (0..control.queues.list.len()).collect();
-        faults.extend(control.queues.destroy(&self.firmware, &all, &self.guest));
     }
 
-    /// A change of a virtqueue was answered late: one that should run may stand by now.
-    pub(super) fn service_late_changes(&self, control: &mut Control) {
-        if !self.firmware.take_late_changes() || control.state != DeviceState::Running {
-            return;
+    /// Makes a function anew that does not answer, unless it stands: then its guest is about to go,
+    /// or a resume comes first. When to try again, if that is so.
+    pub(super) fn service_recovery(&self, control: &mut Control) -> Option<Instant> {
+        let stands = control.state == DeviceState::Suspended;
+        if self.firmware.end() != Some(End::Tainted) || stands {
+            return None;
         }
+        if self.firmware.now() >= control.retry_at
+            && let Err(error) = self.recover(control, "begin anew")
+        {
+            tracing::warn!(%error, "an mlx5 function does not pass frames");
+            control.retry_at = self.firmware.now().after(PAUSE);
+        }
+        self.firmware.end().map(|_| control.retry_at)
+    }
+
+    fn recover(&self, control: &mut Control, action: &'static str) -> Result<(), VdpaError> {
+        let runs = std::mem::take(&mut control.queues.runs);
+        let outcome = self.remake(control, &runs, action);
+        if outcome.is_err() {
+            self.firmware.taint();
+            control.queues.runs = runs;
+        }
+        outcome
+    }
+
+    fn remake(
+        &self,
+        control: &mut Control,
+        runs: &[martlet_vdpa::MapRun],
+        action: &'static str,
+    ) -> Result<(), VdpaError> {
+        self.begin_anew(control).map_err(|error| self.not_up(&error, action))?;
+        let map = control.maps.build(&self.firmware, runs)?;
+        install(control, map, runs);
         let active = control.queues.active();
-        let faults = control.queues.wake_up(&self.firmware, &active, &self.guest);
-        if !faults.is_empty() {
-            let error = faults.into_error("start queues again");
-            tracing::warn!(%error, "after a late answer");
+        let is_running = control.state == DeviceState::Running;
+        let mut in_flight = 0;
+        if is_running {
+            // A start that was not answered may have happened: the rings know.
+            active.iter().for_each(|index| control.queues.list[*index].at = None);
+            let transmit = active.iter().filter(|index| *index % 2 == 1);
+            in_flight = transmit.map(|index| u64::from(control.queues.in_flight(*index))).sum();
         }
+        self.log_again(control)?;
+        if is_running {
+            let faults = self.start_all(control, &active);
+            if !faults.is_empty() {
+                return Err(faults.into_error(action));
+            }
+            self.guest.set_link(super::switch::query_link(&self.firmware).unwrap_or(false));
+            self.guest.config_has_changed();
+        }
+        let Recoveries { count, frames_in_flight } = &mut control.recoveries;
+        (*count, *frames_in_flight) = (*count + 1, *frames_in_flight + in_flight);
+        tracing::warn!(in_flight, "an mlx5 function has begun anew");
+        Ok(())
+    }
+
+    /// Starts queues and waits. A function that does not start them all is to begin anew.
+    pub(super) fn start_all(
+        &self,
+        control: &mut Control,
+        which: &[usize],
+    ) -> crate::queues::Faults {
+        let starting = Starting::begin(which, Target::Running);
+        let faults = starting.run(&self.firmware, &mut control.queues, &self.guest);
+        if !faults.is_empty() {
+            self.firmware.taint();
+        }
+        faults
     }
 }
 
 impl Drop for Mlx5Device {
     fn drop(&mut self) {
         let mut control = self.lock();
-        let control = &mut *control;
         super::guest::Guest::disconnect(&*self.vectors);
-        self.forget_guest(control);
-        let mut faults = Faults::default();
-        self.end_queues(control, &mut faults);
-        self.drop_logs(control);
-        control.queues.drop_counters(&self.firmware);
-        control.queues.drop_retired(&self.firmware);
-        control.queues.scratch = None;
-        if let Some(scratch) = control.scratch.take() {
-            control.kept.extend(scratch.destroy(&self.firmware));
-        }
-        self.drain_keys(control);
-        if self.firmware.tear_down(&objects_of(&control.setup)) {
-            self.forget_function(control);
-            return;
-        }
-        // Memory that is lost until the process ends is better than a device that writes into what
-        // someone else has by then.
-        tracing::warn!("an mlx5 device does not go; its memory stays");
-        std::mem::forget(Arc::clone(&self.firmware));
-        std::mem::forget(std::mem::take(&mut control.queues.undestroyed));
-        std::mem::forget(std::mem::take(&mut control.kept));
+        self.settle(&mut control);
+        self.stop_function(&mut control);
     }
 }

@@ -56,7 +56,7 @@ impl Mlx5Device {
     }
 
     fn begin_stopping(&self, control: &mut Control) -> Operation {
-        let stopping = Stopping::of_device(&self.firmware, &mut control.queues, &self.guest);
+        let stopping = Stopping::of_device(&self.firmware, &control.queues, &self.guest);
         Operation::Stop(Box::new(stopping))
     }
 
@@ -95,6 +95,9 @@ impl Mlx5Device {
                         control.operation = Some(Operation::RollBack { starting, faults });
                         return None;
                     };
+                    if !more.is_empty() {
+                        self.firmware.taint();
+                    }
                     faults.extend(more);
                     control.change(DeviceEvent::RolledBack);
                     return Some(Err(faults.into_error("suspend")));
@@ -155,7 +158,11 @@ impl Mlx5Device {
         }
         // Once, always: whatever was swallowed is made up for.
         self.guest.config_has_changed();
-        Some(if faults.is_empty() { Ok(()) } else { Err(faults.into_error("resume")) })
+        if faults.is_empty() {
+            return Some(Ok(()));
+        }
+        self.firmware.taint();
+        Some(Err(faults.into_error("resume")))
     }
 
     pub(super) fn poll_resuming(&self, control: &mut Control) -> Option<Result<(), VdpaError>> {

@@ -2,7 +2,7 @@
 
 use super::{Mlx5Device, identity};
 use crate::options::IndexReads;
-use crate::queues::{DeviceEvent, DeviceState, Starting, Target};
+use crate::queues::{DeviceEvent, DeviceState};
 use martlet_device_io::Notify;
 use martlet_units::Instant;
 use martlet_vdpa::virtio::{feature, split};
@@ -116,9 +116,10 @@ impl VdpaDevice for Mlx5Device {
         {
             control.queues.read_again(&self.firmware, index, ACTION)?;
         }
-        let entry = control.queues.list.get(index);
-        let at = entry.and_then(|entry| entry.at);
-        at.ok_or_else(|| invalid(ACTION, format!("queue {} has none", queue.0)))
+        control
+            .queues
+            .at(index)
+            .ok_or_else(|| invalid(ACTION, format!("queue {} has none", queue.0)))
     }
 
     fn set_queue_pairs(&self, pairs: u16) -> Result<(), VdpaError> {
@@ -129,17 +130,18 @@ impl VdpaDevice for Mlx5Device {
         const ACTION: &str = "prepare";
         let mut control = self.lock();
         control.check(DeviceEvent::Prepare, ACTION)?;
-        self.check_there(ACTION)?;
+        self.ensure_answers(&mut control, ACTION)?;
         if control.queues.map.is_none() && !control.queues.active().is_empty() {
             return Err(invalid(ACTION, "it has no memory map"));
         }
         self.ensure_scratch(&mut control)?;
         let style = self.firmware.options().prepare;
         let faults = control.queues.prepare(&self.firmware, &self.guest, style);
-        control.queues.drop_retired(&self.firmware);
         if !faults.is_empty() {
+            self.firmware.taint();
             return Err(faults.into_error(ACTION));
         }
+        control.queues.drop_retired(&self.firmware);
         control.change(DeviceEvent::Prepare);
         Ok(())
     }
@@ -148,23 +150,17 @@ impl VdpaDevice for Mlx5Device {
         const ACTION: &str = "start";
         let mut control = self.lock();
         control.check(DeviceEvent::Start, ACTION)?;
-        self.check_there(ACTION)?;
+        self.ensure_answers(&mut control, ACTION)?;
         if control.queues.map.is_none() || !control.has_features {
             return Err(invalid(ACTION, "it has no memory map, or no features"));
         }
         self.guest.restart();
         let active = control.queues.active();
-        let before: Vec<_> = control.queues.list.iter().map(|queue| queue.at).collect();
-        let starting = Starting::begin(&active, Target::Running);
-        let mut faults = starting.run(&self.firmware, &mut control.queues, &self.guest);
+        let faults = self.start_all(&mut control, &active);
         if !faults.is_empty() {
-            // All or nothing: this is not a switchover. Those that ran say how far they came.
-            control.queues.stop(&self.firmware, &active, &self.guest);
-            self.end_queues(&mut control, &mut faults);
-            for (queue, before) in control.queues.list.iter_mut().zip(before) {
-                queue.at = queue.at.or(before);
-            }
-            faults.forget_standing();
+            // All or nothing: this is not a switchover. Those that ran have told in their rings how
+            // far they came.
+            active.iter().for_each(|index| control.queues.list[*index].at = None);
             return Err(faults.into_error(ACTION));
         }
         control.queues.drop_retired(&self.firmware);
@@ -215,17 +211,16 @@ impl VdpaDevice for Mlx5Device {
         if control.operation.is_some() {
             return until;
         }
-        self.service_late_changes(&mut control);
+        if let Some(later) = self.service_recovery(&mut control) {
+            return until.into_iter().chain([later]).min();
+        }
         self.service_link(&mut control);
         // To unpin a piece takes long. A guest that leaves or arrives shall not wait for it.
         if control.is_in_switchover() {
             let later = self.firmware.now().after(LAZY_EVERY);
             return until.into_iter().chain([later]).min();
         }
-        until = until.into_iter().chain(self.service_keys(&mut control)).min();
-        if control.queues.destroy_again(&self.firmware) > 0 {
-            until = until.into_iter().chain([self.firmware.now().after(LAZY_EVERY)]).min();
-        }
+        until = until.into_iter().chain(control.maps.service(&self.firmware)).min();
         control.queues.drop_retired(&self.firmware);
         until
     }

@@ -13,7 +13,7 @@ use martlet_mlx5_abi::capability::{
 use martlet_mlx5_abi::event::CreateEqOut;
 use martlet_mlx5_abi::init_segment::{
     CMDIF_REV_FW_SUB, CMDQ_ADDR_HIGH, CMDQ_ADDR_LOW, COMMAND_INTERFACE, CommandQueueShape, FW_REV,
-    GONE, INITIALIZING, INITIALIZING_BIT,
+    GONE, INITIALIZING, INITIALIZING_BIT, INTERFACE_DISABLED,
 };
 use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
 use martlet_mlx5_abi::message::{ShortIn, ShortOut, object_type};
@@ -74,8 +74,6 @@ pub(crate) struct Setup {
     pub virtio: VirtioCapabilities,
     /// Protection domain of all keys and queues.
     pub pd: u32,
-    /// The page of doorbells that the event queue uses.
-    pub uar: u32,
     /// The key that reads zeros and forgets writes.
     pub null_mkey: u32,
     /// MAC address; `None` if the device does not tell one.
@@ -97,28 +95,18 @@ impl Firmware {
         match firmware.enable_and_start() {
             Ok(setup) => Ok((firmware, setup)),
             Err(error) => {
-                if !firmware.tear_down(&[]) {
-                    // The device may still write to its command page.
-                    std::mem::forget(firmware);
-                }
+                firmware.stop();
                 Err(error)
             }
         }
     }
 
-    /// Brings the function up again after [`Self::tear_down`], with a command queue of its own: the
-    /// old one may have slots that will never be answered. Telling the device another command page
-    /// is how a driver begins; nothing is left of what was before.
-    pub(crate) fn restart(&self, is_down: bool) -> Result<Setup, BringUpError> {
+    /// Brings the function up again after [`Self::stop`], with a command queue of its own.
+    pub(crate) fn start_anew(&self) -> Result<Setup, BringUpError> {
         let (registers, waiter) = (self.registers(), self.waiter());
         let queue = hand_over_queue(registers, self.dma_handle(), waiter, self.options())?;
-        let old = self.replace_queue(queue);
-        let outcome = self.enable_and_start();
-        if outcome.is_err() && !is_down {
-            // Perhaps the device did not listen, and still writes to what it had.
-            std::mem::forget(old);
-        }
-        outcome
+        self.replace_queue(queue);
+        self.enable_and_start()
     }
 
     fn enable_and_start(&self) -> Result<Setup, BringUpError> {
@@ -204,7 +192,6 @@ impl Firmware {
             general,
             virtio,
             pd,
-            uar,
             null_mkey,
             mac: vport.map(|vport| vport.mac).filter(|mac| *mac != [0; 6]),
             mtu: vport.map(|vport| vport.mtu.get()).filter(|mtu| *mtu != 0),
@@ -245,44 +232,27 @@ impl Firmware {
         }
     }
 
-    /// Takes the function down, and with it everything on it, whether somebody knows it or not.
-    /// Whether it is down: then it reaches no memory any more. `objects` are destroyed before, as
-    /// far as that is possible.
-    pub(crate) fn tear_down(&self, objects: &[(Opcode, u32)]) -> bool {
-        let call = |opcode: Opcode, object: u32| match self.short(opcode, 0, object) {
-            Ok(_) => true,
-            Err(error) => {
-                tracing::debug!(%error, "teardown of an mlx5 device");
-                false
-            }
-        };
-        if self.is_gone() {
-            return true;
+    /// Takes the function down, and with it everything on it: it reaches no memory any more.
+    ///
+    /// In order if it answers. In any case its interface is disabled then, which ends a function
+    /// whatever its firmware does (Linux `health.c`, `mlx5_set_nic_state`).
+    pub(crate) fn stop(&self) {
+        // Answers are looked for from here on: with the function its event queue goes, and with that
+        // the event of this very command.
+        let events = self.set_events(None);
+        if self.end().is_none() {
+            // Of a function that was not started yet there is nothing to tear down.
+            let torn = self.short(Opcode::TEARDOWN_HCA, 0, 0).map(|_| ());
+            self.take_all_pages();
+            let disabled = self.short(Opcode::DISABLE_HCA, 0, 0).map(|_| ());
+            tracing::debug!(?torn, ?disabled, "an mlx5 function is taken down");
         }
-        for (opcode, object) in objects {
-            call(*opcode, *object);
-        }
-        if let Some(eqn) = self.event_queue() {
-            // Without its queue no event comes any more, not even this command's own: answers are
-            // looked for from here on.
-            self.set_events(None);
-            call(Opcode::DESTROY_EQ, u32::from(eqn));
-        }
-        // Of a function that was not started yet there is nothing to tear down.
-        let torn = call(Opcode::TEARDOWN_HCA, 0);
-        self.take_all_pages();
-        let disabled = call(Opcode::DISABLE_HCA, 0);
-        let is_down = torn || disabled || self.is_gone();
-        if is_down {
-            self.forget_lost_creations();
-        }
-        is_down
+        let registers = self.registers();
+        registers.write32(CMDQ_ADDR_HIGH, 0);
+        registers.write32(CMDQ_ADDR_LOW, INTERFACE_DISABLED.to_be());
+        self.taint();
+        drop(events);
     }
-}
-
-/// What is to be destroyed before a function is taken down.
-pub(crate) fn objects_of(setup: &Setup) -> [(Opcode, u32); 2] {
-    [(Opcode::DEALLOC_PD, setup.pd), (Opcode::DEALLOC_UAR, setup.uar)]
 }
 
 fn read(registers: &dyn Registers, offset: u64) -> u32 {

@@ -75,11 +75,6 @@ impl EventQueue {
         self.eqn = eqn;
     }
 
-    /// Its number.
-    pub(super) fn number(&self) -> u8 {
-        self.eqn
-    }
-
     /// Reads the events that are there, one ring's worth at most: a device that never stops
     /// writing shall not keep its driver. Arms the queue again.
     pub(super) fn drain(&mut self, registers: &dyn Registers) -> News {

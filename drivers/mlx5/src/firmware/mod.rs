@@ -6,13 +6,10 @@
 //! each other, and each of them moves the others' commands on.
 
 mod bring_up;
-mod cleanup;
 mod events;
 mod pages;
 mod shared;
 
 pub use bring_up::BringUpError;
 pub(crate) use bring_up::Setup;
-pub(crate) use bring_up::objects_of;
 pub(crate) use shared::Firmware;
-pub(crate) use shared::is_done;

@@ -97,7 +97,7 @@ impl PageKeeper {
                     self.requests.push_front((function, rest));
                 }
             }
-            // The kept slot is in quarantine, or there are no mailboxes: later.
+            // There are no mailboxes: later.
             Err(_) => self.requests.push_front((function, wanted)),
         }
     }

@@ -1,15 +1,11 @@
 //! The shared access to a function's firmware.
 
-use super::cleanup::Cleanup;
 use super::events::EventQueue;
 use super::pages::PageKeeper;
 use crate::batch::Batch;
-use crate::command::{
-    CommandError, CommandId, CommandQueue, LateCompletion, Output, QueueStats, Request,
-};
+use crate::command::{CommandError, CommandQueue, End, Output, QueueStats, Request};
 use crate::options::{Options, Pace};
 use martlet_device_io::{Dma, Registers, Waiter};
-use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::init_segment::{COMMAND_DOORBELL, FW_REV, GONE};
 use martlet_units::Instant;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,12 +40,9 @@ pub(crate) struct Firmware {
 }
 
 struct State {
-    /// Late answers about memory keys, for who keeps their books.
-    late_keys: Vec<LateCompletion>,
     queue: CommandQueue,
     events: Option<EventQueue>,
     pages: PageKeeper,
-    cleanup: Cleanup,
 }
 
 impl Firmware {
@@ -60,13 +53,7 @@ impl Firmware {
         options: Options,
         queue: CommandQueue,
     ) -> Firmware {
-        let state = State {
-            late_keys: Vec::new(),
-            queue,
-            events: None,
-            pages: PageKeeper::default(),
-            cleanup: Cleanup::new(options.deadlines.setup),
-        };
+        let state = State { queue, events: None, pages: PageKeeper::default() };
         Firmware {
             registers,
             dma,
@@ -104,17 +91,12 @@ impl Firmware {
         &self.dma
     }
 
-    /// Begins with another command queue. Gives what the device had of the driver's memory.
-    pub(super) fn replace_queue(&self, queue: CommandQueue) -> impl Sized + use<> {
+    /// Begins with another command queue, after the function was stopped: what it had of the
+    /// driver's memory is free.
+    pub(super) fn replace_queue(&self, mut queue: CommandQueue) {
         let mut state = self.lock();
-        let old = std::mem::replace(&mut state.queue, queue);
-        let past = old.stats();
-        state.queue.set_past(past);
-        state.events = None;
-        state.late_keys.clear();
-        let cleanup = Cleanup::new(self.options.deadlines.setup);
-        let left = std::mem::replace(&mut state.cleanup, cleanup);
-        (old, left, std::mem::take(&mut state.pages))
+        queue.set_past(state.queue.stats());
+        *state = State { queue, events: None, pages: PageKeeper::default() };
     }
 
     /// The device's clock.
@@ -134,19 +116,18 @@ impl Firmware {
 
     /// Whether the device is gone.
     pub(crate) fn is_gone(&self) -> bool {
-        self.lock().queue.is_gone()
+        self.end() == Some(End::Gone)
     }
 
-    /// Whether a command that was given up is still with the device: it may yet happen.
-    pub(crate) fn is_out(&self, id: CommandId) -> bool {
-        self.lock().queue.is_out(id)
+    /// Why nothing is sent to the function any more; `None` as long as it answers.
+    pub(crate) fn end(&self) -> Option<End> {
+        self.lock().queue.end()
     }
 
-    /// Whether the function may have something of which nobody knows the number, or that could not
-    /// be destroyed.
-    pub(crate) fn has_hidden_objects(&self) -> bool {
-        let state = self.lock();
-        state.queue.lost_creations() > 0 || !state.cleanup.is_clean() || !state.late_keys.is_empty()
+    /// What the function has said, or refused, leaves nobody knowing what it does: nothing more is
+    /// sent to it.
+    pub(crate) fn taint(&self) {
+        self.lock().queue.on_end(self.now(), End::Tainted);
     }
 
     /// How often the device has told of a change of the link.
@@ -169,9 +150,14 @@ impl Firmware {
 
     /// Executes a batch.
     pub(crate) fn run(&self, batch: &mut Batch) {
+        self.run_while(batch, |batch| !batch.is_done());
+    }
+
+    /// Executes a batch for as long as something is so.
+    pub(crate) fn run_while(&self, batch: &mut Batch, is_so: impl Fn(&Batch) -> bool) {
         loop {
-            let (done, until) = self.step(Some(batch));
-            if done {
+            let (_, until) = self.step(Some(batch));
+            if !is_so(batch) {
                 return;
             }
             self.wait_until(until);
@@ -210,14 +196,18 @@ impl Firmware {
         until
     }
 
+    /// When the next answer is looked for, even if the device does not interrupt.
+    pub(crate) fn poll_timeout(&self) -> Option<Instant> {
+        self.lock().queue.poll_timeout()
+    }
+
     /// One step: what has happened is taken in, what is to be done is issued.
     fn step(&self, batch: Option<&mut Batch>) -> (bool, Option<Instant>) {
         let now = self.now();
         let mut state = self.lock();
         self.take_in(now, &mut state);
-        let State { queue, pages, cleanup, .. } = &mut *state;
+        let State { queue, pages, .. } = &mut *state;
         pages.poll(now, queue, &*self.dma, self.options.deadlines.setup);
-        cleanup.poll(now, queue);
         let mut done = true;
         let mut until = None;
         if let Some(batch) = batch {
@@ -228,7 +218,7 @@ impl Firmware {
         if let Some(vector) = queue.poll_doorbell() {
             self.registers.write32(COMMAND_DOORBELL, vector.to_be());
         }
-        let waits = [until, queue.poll_timeout(), cleanup.poll_timeout(now)];
+        let waits = [until, queue.poll_timeout()];
         (done, waits.into_iter().flatten().min())
     }
 
@@ -248,22 +238,16 @@ impl Firmware {
         } else {
             state.queue.on_poll(now);
         }
+        let before = state.queue.end();
         let overdue = state.queue.on_timeout(now);
-        if state.queue.take_given_up() {
-            self.cautious_until.store(now.after(CAUTION).0, Ordering::Release);
-        }
-        if (overdue || failed) && !state.queue.is_gone() && self.looks_gone() {
+        if (overdue || failed) && before != Some(End::Gone) && self.looks_gone() {
             tracing::warn!("an mlx5 device does not answer any more: it is gone");
-            state.queue.on_gone(now);
-        }
-        while let Some(late) = state.queue.poll_late() {
-            tracing::warn!(command = %late.opcode, "an answer came after its deadline");
-            // Who keeps the books of keys is asked first.
-            if matches!(late.opcode, Opcode::CREATE_MKEY | Opcode::DESTROY_MKEY) {
-                state.late_keys.push(late);
-            } else {
-                state.cleanup.add(late);
-            }
+            state.queue.on_end(now, End::Gone);
+        } else if before.is_none() && state.queue.end().is_some() {
+            tracing::warn!(
+                "a command to an mlx5 device was not answered: its function begins anew"
+            );
+            self.cautious_until.store(now.after(CAUTION).0, Ordering::Release);
         }
     }
 
@@ -272,33 +256,23 @@ impl Firmware {
         self.registers.read32(FW_REV) == GONE
     }
 
-    /// Goes over to events, which this queue brings.
-    pub(super) fn set_events(&self, events: Option<EventQueue>) {
+    /// Goes over to events, which this queue brings; without one, to looking for answers. Gives the
+    /// queue that was before, whose memory the device may still write.
+    pub(super) fn set_events(&self, events: Option<EventQueue>) -> Option<EventQueue> {
         let mut state = self.lock();
         if let Some(events) = &events {
             events.arm(&*self.registers);
         }
-        state.events = events;
-    }
-
-    /// The number of the event queue, while there is one.
-    pub(super) fn event_queue(&self) -> Option<u8> {
-        self.lock().events.as_ref().map(EventQueue::number)
+        std::mem::replace(&mut state.events, events)
     }
 
     /// Gives the firmware pages, and waits until it has them.
     pub(super) fn give_pages(&self, function: u16, pages: i32) {
         self.lock().pages.request(function, pages);
-        let end = self.now().after(self.options.deadlines.setup);
-        while !self.lock().pages.is_idle() && self.now() < end {
+        while self.end().is_none() && !self.lock().pages.is_idle() {
             let (_, until) = self.step(None);
             self.wait_until(until);
         }
-    }
-
-    /// The function is down: whatever was made is gone.
-    pub(super) fn forget_lost_creations(&self) {
-        self.lock().queue.forget_lost_creations();
     }
 
     /// Takes all pages back.
@@ -306,50 +280,10 @@ impl Firmware {
         let held = i32::try_from(self.lock().pages.held()).unwrap_or(i32::MAX);
         self.give_pages(0, -held);
     }
-
-    /// Whether there were late answers to changes of virtqueues since the last call: what those are
-    /// in has to be looked at again.
-    pub(crate) fn take_late_changes(&self) -> bool {
-        self.lock().cleanup.take_changes()
-    }
-
-    /// Moves everything on by a step, and gives the command queue to `body` with the late answers
-    /// about keys, of which it leaves those that are not its own. Rings the doorbell afterwards. When to do that again even if the device does not
-    /// interrupt.
-    pub(crate) fn drive<T>(
-        &self,
-        body: impl FnOnce(Instant, &mut CommandQueue, &dyn Dma, &mut Vec<LateCompletion>) -> T,
-    ) -> (T, Option<Instant>) {
-        self.waiter.poll();
-        let (_, until) = self.step(None);
-        let now = self.now();
-        let mut state = self.lock();
-        let mut late = std::mem::take(&mut state.late_keys);
-        let value = body(now, &mut state.queue, &*self.dma, &mut late);
-        late.into_iter().for_each(|late| state.cleanup.add(late));
-        if let Some(vector) = state.queue.poll_doorbell() {
-            self.registers.write32(COMMAND_DOORBELL, vector.to_be());
-        }
-        let timeout = state.queue.poll_timeout();
-        (value, until.into_iter().chain(timeout).min())
-    }
 }
 
 impl std::fmt::Debug for Firmware {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Firmware").finish_non_exhaustive()
-    }
-}
-
-/// Whether a command counts as done: with the device, everything on it is gone as well (Linux
-/// `cmd.c`, `mlx5_internal_err_ret_value`).
-pub(crate) fn is_done(opcode: Opcode, result: &Result<Output, CommandError>) -> bool {
-    match result {
-        Ok(_) => true,
-        Err(CommandError::Gone { .. }) => opcode.is_destroy(),
-        Err(CommandError::NotIssued { because, .. }) => {
-            opcode.is_destroy() && *because == crate::command::SubmitError::Gone
-        }
-        Err(_) => false,
     }
 }

@@ -1,188 +1,142 @@
-//! A map on its way into the device.
+//! A map on its way into the device: all direct keys that don't exist yet, then the indirect one.
 
-use crate::memory::keys::{DirectKey, unpin_last};
+use crate::batch::Batch;
+use crate::command::{CommandError, Output};
+use crate::firmware::Firmware;
+use crate::memory::keys::DirectKey;
 use crate::memory::pins::{Ledger, Pins};
 use crate::memory::split::Piece;
-use crate::memory::translation::Mtts;
+use crate::memory::translation::{Covered, Mtts, klms};
+use crate::memory::{KeyCommand, Maps};
 use martlet_device_io::Dma;
+use martlet_mlx5_abi::CommandStatus;
+use martlet_mlx5_abi::memory::{CreateMkeyOut, mkey_from_index};
 use martlet_units::PAGE_SHIFT;
 use martlet_vdpa::VdpaError;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What errors say was being done.
-pub(crate) const ACTION: &str = "map memory";
+const ACTION: &str = "map memory";
 
 /// The error for a map that can't be: the VMM's fault.
 pub(crate) fn invalid(reason: String) -> VdpaError {
     VdpaError::Invalid { action: ACTION, reason }
 }
 
-/// What a piece has so far.
-#[derive(Debug)]
-pub(crate) enum Slot {
-    /// No key yet.
-    Open(Piece),
-    /// Its memory is pinned, or its key is being created.
-    Taken,
-    /// A key: of its own, or shared with another map.
-    Ready(Arc<DirectKey>),
+/// How a build went.
+pub(super) enum Built {
+    /// The indirect key has this number.
+    Done { index: u32 },
+    /// The device has no room for another key.
+    NoRoom(VdpaError),
+    /// It won't be.
+    Failed(VdpaError),
 }
 
-impl Slot {
-    fn key(&self) -> Option<&DirectKey> {
-        match self {
-            Slot::Ready(key) => Some(key),
-            Slot::Open(_) | Slot::Taken => None,
-        }
-    }
-
-    fn into_key(self) -> Option<Arc<DirectKey>> {
-        match self {
-            Slot::Ready(key) => Some(key),
-            Slot::Open(_) | Slot::Taken => None,
+impl From<&CommandError> for Built {
+    fn from(error: &CommandError) -> Built {
+        let told = crate::queues::vdpa_error(ACTION, error);
+        let no_room = [CommandStatus::LIMIT, CommandStatus::NO_RESOURCES];
+        match error {
+            CommandError::Status { status, .. } if no_room.contains(status) => Built::NoRoom(told),
+            _ => Built::Failed(told),
         }
     }
 }
 
-/// A piece whose memory is pinned, ready for its command.
-#[derive(Debug)]
-pub(crate) struct Prepared {
-    pub(crate) slot: usize,
-    pub(crate) piece: Piece,
-    pub(crate) pins: Pins,
-    pub(crate) mtts: Mtts,
-}
-
-/// A command without an answer.
-#[derive(Debug)]
-pub(crate) struct Flight {
-    pub(crate) staged_bytes: usize,
-    pub(crate) what: Creates,
-}
-
-/// What a command creates.
-#[derive(Debug)]
-pub(crate) enum Creates {
-    Direct { slot: usize, piece: Piece, pins: Pins },
-    Indirect,
-}
-
-/// Whether keys are made, or room for them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
-    /// Keys are made. If the device has no room for them, old ones go first.
-    Enough,
-    /// Old keys go, until none is left.
-    Making,
-}
-
-/// A map on its way into the device: all direct keys that don't exist yet, then the indirect one.
-#[derive(Debug)]
-pub(crate) struct Build {
-    slots: Vec<Slot>,
-    /// No slot before this one is open.
-    next: usize,
-    /// The one whose turn is next.
-    prepared: Option<Prepared>,
-    pub(crate) flying: BTreeMap<u64, Flight>,
-    pub(crate) room: Room,
-    /// Why it will not be: then what flies is waited for, and what was made is destroyed.
-    pub(crate) failure: Option<VdpaError>,
-}
-
-impl Build {
-    pub(crate) fn new(slots: Vec<Slot>) -> Build {
-        Build {
-            slots,
-            next: 0,
-            prepared: None,
-            flying: BTreeMap::new(),
-            room: Room::Enough,
-            failure: None,
+impl Maps {
+    /// Makes the keys that are missing, and the indirect one over all. Those that were made stay in
+    /// `keys`, also when others failed.
+    pub(super) fn make(
+        &mut self,
+        firmware: &Firmware,
+        pieces: &[Piece],
+        keys: &mut [Option<Arc<DirectKey>>],
+    ) -> Built {
+        if let Err(failed) = self.make_direct(firmware, pieces, keys) {
+            return failed;
         }
-    }
-
-    /// Pins the memory of the next open piece, unless one is prepared already.
-    pub(crate) fn prepare(&mut self, dma: &dyn Dma, ledger: &Arc<Ledger>) -> Option<&Prepared> {
-        if self.prepared.is_none() && self.failure.is_none() {
-            let (slot, piece) = self.take_open()?;
-            match pin(&piece, dma, ledger) {
-                Ok((mtts, pins)) => self.prepared = Some(Prepared { slot, piece, pins, mtts }),
-                Err(error) => self.fail(error),
-            }
-        }
-        self.prepared.as_ref()
-    }
-
-    fn take_open(&mut self) -> Option<(usize, Piece)> {
-        while let Some(slot) = self.slots.get_mut(self.next) {
-            if let Slot::Open(_) = slot
-                && let Slot::Open(piece) = std::mem::replace(slot, Slot::Taken)
-            {
-                return Some((self.next, piece));
-            }
-            self.next += 1;
-        }
-        None
-    }
-
-    pub(crate) fn take_prepared(&mut self) -> Option<Prepared> {
-        self.prepared.take()
-    }
-
-    /// The device had no room for a piece: it is open again.
-    pub(crate) fn reopen(&mut self, slot: usize, piece: Piece, pins: Pins) {
-        pins.unpin();
-        self.put(slot, Slot::Open(piece));
-        self.next = self.next.min(slot);
-    }
-
-    /// A piece has its key.
-    pub(crate) fn made(&mut self, slot: usize, key: DirectKey) {
-        self.put(slot, Slot::Ready(Arc::new(key)));
-    }
-
-    fn put(&mut self, slot: usize, value: Slot) {
-        let place = self.slots.get_mut(slot).expect("a slot of this build");
-        assert!(matches!(place, Slot::Taken), "a piece is made once");
-        *place = value;
-    }
-
-    /// Ends it, for the first reason that came up.
-    pub(crate) fn fail(&mut self, error: VdpaError) {
-        self.failure.get_or_insert(error);
-        // The device has not heard of it yet.
-        if let Some(prepared) = self.prepared.take() {
-            prepared.pins.unpin();
-        }
-    }
-
-    /// Input bytes of all commands without an answer.
-    pub(crate) fn staged_bytes(&self) -> usize {
-        self.flying.values().map(|flight| flight.staged_bytes).sum()
-    }
-
-    /// All direct keys, if each piece has one: then the indirect key can be made.
-    pub(crate) fn all_ready(&self) -> Option<Vec<&DirectKey>> {
-        self.slots.iter().map(Slot::key).collect()
-    }
-
-    /// Takes the keys that there are.
-    pub(crate) fn take_keys(&mut self) -> Vec<Arc<DirectKey>> {
-        std::mem::take(&mut self.slots).into_iter().filter_map(Slot::into_key).collect()
-    }
-
-    /// Forgets all keys and unpins their memory. Only when the device surely reaches no memory any
-    /// more.
-    pub(crate) fn forget_all(mut self) {
-        unpin_last(self.take_keys());
-        let flying = self.flying.into_values().filter_map(|flight| match flight.what {
-            Creates::Direct { pins, .. } => Some(pins),
-            Creates::Indirect => None,
+        let made: Vec<&DirectKey> = keys.iter().flatten().map(|key| &**key).collect();
+        let (Some(first), Some(last)) = (made.first(), made.last()) else {
+            return Built::Failed(invalid("it is empty".to_owned()));
+        };
+        let span = (first.piece.iova, last.piece.end() - first.piece.iova);
+        let covered = made.iter().map(|key| Covered {
+            iova: key.piece.iova,
+            bytes: key.piece.bytes,
+            key: mkey_from_index(key.index, 0),
         });
-        flying.chain(self.prepared.map(|prepared| prepared.pins)).for_each(Pins::unpin);
+        let list = klms(covered, self.context.null_key);
+        let request = KeyCommand::indirect(&self.context, span, list).into_request();
+        let result = firmware.call(firmware.options().deadlines.memory, request);
+        match result.as_ref().map_err(CommandError::clone).and_then(index_of) {
+            Ok(index) => Built::Done { index },
+            Err(error) => Built::from(&error),
+        }
     }
+
+    fn make_direct(
+        &mut self,
+        firmware: &Firmware,
+        pieces: &[Piece],
+        keys: &mut [Option<Arc<DirectKey>>],
+    ) -> Result<(), Built> {
+        let (window, staged_max) = (self.config.create_window, self.config.staged_bytes_max);
+        let mut batch = Batch::new(window, firmware.options().deadlines.memory);
+        let mut outcome = Ok(());
+        let mut made: Vec<(usize, Pins)> = Vec::new();
+        for (place, piece) in pieces.iter().enumerate() {
+            if keys[place].is_some() {
+                continue;
+            }
+            if window == 1 {
+                // A serial create does nothing while the device works; else the host's work on the
+                // next piece overlaps the device's on those before.
+                firmware.run(&mut batch);
+            }
+            let (mtts, pins) = match pin(piece, firmware.dma(), &self.ledger) {
+                Ok(pinned) => pinned,
+                Err(error) => {
+                    outcome = Err(Built::Failed(error));
+                    break;
+                }
+            };
+            let bytes = KeyCommand::direct_bytes(&mtts);
+            firmware.run_while(&mut batch, |batch| {
+                let pending = batch.pending();
+                pending >= window || pending > 0 && batch.pending_bytes() + bytes > staged_max
+            });
+            if batch.has_failed() {
+                // The device has not heard of it.
+                pins.unpin();
+                break;
+            }
+            let command = KeyCommand::direct(&self.context, piece.bytes, piece.access, mtts);
+            batch.push(command.into_request());
+            made.push((place, pins));
+            firmware.poll(&mut batch);
+        }
+        firmware.run(&mut batch);
+        for ((place, pins), result) in made.into_iter().zip(batch.into_results()) {
+            match result.and_then(|output| index_of(&output)) {
+                Ok(index) => {
+                    let piece = pieces[place].clone();
+                    keys[place] = Some(Arc::new(DirectKey { index, piece, pins }));
+                }
+                Err(error) => {
+                    let is_known =
+                        outcome.is_err() || matches!(error, CommandError::Skipped { .. });
+                    outcome = if is_known { outcome } else { Err(Built::from(&error)) };
+                    if error.may_be_done() { self.stuck.push(pins) } else { pins.unpin() }
+                }
+            }
+        }
+        outcome
+    }
+}
+
+fn index_of(output: &Output) -> Result<u32, CommandError> {
+    Ok(output.read::<CreateMkeyOut>()?.mkey_index.get())
 }
 
 /// Pins a piece, and checks what the bus says of it: the device would believe it.

@@ -1,12 +1,14 @@
 //! Commands about keys, as the firmware wants them, and what it says.
 
+use crate::command::{InputWriter, Message, Request};
 use crate::memory::translation::{KLM_BYTES, Klm, MTT_BYTES, Mtts};
 use martlet_mlx5_abi::memory::{
-    CreateMkeyIn, KLM_LIST_ALIGN, Klm as KlmEntry, MkeyContext, OCTWORD_BYTES, access_mode,
+    CreateMkeyIn, CreateMkeyOut, KLM_LIST_ALIGN, Klm as KlmEntry, MkeyContext, OCTWORD_BYTES,
+    access_mode,
 };
-use martlet_mlx5_abi::message::{InHeader, ShortIn};
+use martlet_mlx5_abi::message::{InHeader, ShortIn, ShortOut};
 use martlet_mlx5_abi::{Opcode, U24, U32, U64};
-use martlet_vdpa::{Access, VdpaError};
+use martlet_vdpa::Access;
 use zerocopy::{FromZeros, IntoBytes};
 
 /// What all keys of a device have in common.
@@ -18,46 +20,10 @@ pub(crate) struct KeyContext {
     pub null_key: u32,
 }
 
-/// What became of a command about keys.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum KeyAnswer {
-    /// Done.
-    Done {
-        /// CREATE_MKEY: the new key's number.
-        index: u32,
-    },
-    /// Surely not done: the firmware said no, or the command was never issued.
-    Refused {
-        /// What kind of no.
-        why: Refusal,
-        /// For people.
-        error: VdpaError,
-    },
-    /// Nobody knows whether it was done: no answer in time, one that can't be read, or the device
-    /// is gone.
-    Lost {
-        /// For people.
-        error: VdpaError,
-    },
-}
-
-/// Kinds of no.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
-    /// The device has no room for another key (LIM_EXCEEDED, NO_RESOURCES).
-    NoRoom,
-    /// Later, perhaps (RESOURCE_BUSY, NOT_READY).
-    Busy,
-    /// No.
-    Final,
-}
-
-/// A command to issue. Its input is made piece by piece, where it is to lie: the input for 1 GiB
+/// CREATE_MKEY. Its input is made piece by piece, where it is to lie: the input for 1 GiB
 /// in steps of 4 KiB has 2 MiB.
 #[derive(Debug)]
 pub(crate) struct KeyCommand {
-    tag: u64,
-    opcode: Opcode,
     head: Vec<u8>,
     list: List,
 }
@@ -65,22 +31,19 @@ pub(crate) struct KeyCommand {
 /// The translation list behind the head.
 #[derive(Debug)]
 enum List {
-    None,
     Mtts(Mtts),
     Klms(Vec<Klm>),
 }
 
 impl KeyCommand {
     /// DESTROY_MKEY.
-    pub(crate) fn destroy(tag: u64, index: u32) -> KeyCommand {
+    pub(crate) fn destroy(index: u32) -> Request {
         let input = ShortIn::new(Opcode::DESTROY_MKEY, 0, index);
-        let head = input.as_bytes().to_vec();
-        KeyCommand { tag, opcode: Opcode::DESTROY_MKEY, head, list: List::None }
+        Request::new::<ShortOut>(Opcode::DESTROY_MKEY, &input)
     }
 
     /// CREATE_MKEY of a direct key: `bytes` bytes from address 0 on, for `access`, behind `mtts`.
     pub(crate) fn direct(
-        tag: u64,
         context: &KeyContext,
         bytes: u64,
         access: Access,
@@ -97,22 +60,17 @@ impl KeyCommand {
         if let List::Mtts(mtts) = &list {
             input.context.log_page_size = U32::new(mtts.granule_shift());
         }
-        KeyCommand { tag, opcode: Opcode::CREATE_MKEY, head: input.as_bytes().to_vec(), list }
+        KeyCommand { head: input.as_bytes().to_vec(), list }
     }
 
     /// CREATE_MKEY of an indirect key over `span`, its first address and its length. It allows
     /// everything: each entry's own key decides.
-    pub(crate) fn indirect(
-        tag: u64,
-        context: &KeyContext,
-        span: (u64, u64),
-        klms: Vec<Klm>,
-    ) -> KeyCommand {
+    pub(crate) fn indirect(context: &KeyContext, span: (u64, u64), klms: Vec<Klm>) -> KeyCommand {
         let allowed = MkeyContext::LOCAL_READ | MkeyContext::LOCAL_WRITE;
         let mode = MkeyContext::mode_flags(access_mode::KLM);
         let list = List::Klms(klms);
         let input = create(context, mode | allowed, span, &list);
-        KeyCommand { tag, opcode: Opcode::CREATE_MKEY, head: input.as_bytes().to_vec(), list }
+        KeyCommand { head: input.as_bytes().to_vec(), list }
     }
 
     /// Length of a direct key's input, without making it.
@@ -120,28 +78,39 @@ impl KeyCommand {
         size_of::<CreateMkeyIn>() + mtts_bytes(mtts)
     }
 
-    /// What its outcome is to be reported with.
-    pub(crate) fn tag(&self) -> u64 {
-        self.tag
-    }
-
-    /// CREATE_MKEY or DESTROY_MKEY.
-    pub(crate) fn opcode(&self) -> Opcode {
-        self.opcode
+    /// What is asked of the firmware.
+    pub(crate) fn into_request(self) -> Request {
+        Request::lazy(Opcode::CREATE_MKEY, self, size_of::<CreateMkeyOut>())
     }
 
     /// Length of its input. The output is 16 bytes long.
-    pub(crate) fn input_bytes(&self) -> usize {
+    fn input_bytes(&self) -> usize {
         self.head.len() + self.list.bytes()
     }
 
     /// Fills `into` with the input from `offset` on, zeros beyond its end. Costs as much as the
     /// bytes asked for, wherever they are.
-    pub(crate) fn fill(&self, offset: usize, into: &mut [u8]) {
+    fn fill(&self, offset: usize, into: &mut [u8]) {
         let head = self.head.get(offset..).unwrap_or(&[]);
         let (begin, rest) = into.split_at_mut(head.len().min(into.len()));
         begin.copy_from_slice(head.get(..begin.len()).unwrap_or(&[]));
         self.list.fill((offset + begin.len()).saturating_sub(self.head.len()), rest);
+    }
+}
+
+impl Message for KeyCommand {
+    fn bytes(&self) -> usize {
+        self.input_bytes()
+    }
+
+    fn write(&self, to: &mut InputWriter<'_>) {
+        let mut block = [0; 512];
+        let bytes = self.input_bytes();
+        for offset in (0..bytes).step_by(block.len()) {
+            let part = &mut block[..(bytes - offset).min(512)];
+            self.fill(offset, part);
+            to.write(part);
+        }
     }
 }
 
@@ -171,7 +140,6 @@ impl List {
     /// Its length, padded.
     fn bytes(&self) -> usize {
         match self {
-            List::None => 0,
             List::Mtts(mtts) => mtts_bytes(mtts),
             List::Klms(klms) => klms.len().next_multiple_of(KLM_LIST_ALIGN) * KLM_BYTES,
         }
@@ -179,7 +147,6 @@ impl List {
 
     fn fill(&self, offset: usize, into: &mut [u8]) {
         match self {
-            List::None => into.fill(0),
             List::Mtts(mtts) => {
                 let first = u64::try_from(offset / MTT_BYTES).unwrap_or(u64::MAX);
                 fill_entries(offset, into, mtts.entries(first).map(u64::to_be_bytes));
@@ -221,6 +188,7 @@ fn fill_entries<const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::Input;
     use martlet_device_io::{BusAddress, BusRun};
     use proptest::prelude::*;
 
@@ -243,9 +211,9 @@ mod tests {
         let runs = [run(0x7_0000_2000, 0x4000), run(0x9_0000_0000, 0x2000)];
         let mtts = Mtts::new(runs).unwrap();
         let expected = KeyCommand::direct_bytes(&mtts);
-        let command = KeyCommand::direct(7, &CONTEXT, 0x6000, Access::Write, mtts);
+        let command = KeyCommand::direct(&CONTEXT, 0x6000, Access::Write, mtts);
         let bytes = input(&command);
-        assert_eq!((bytes.len(), expected, command.tag()), (272 + 32, 272 + 32, 7));
+        assert_eq!((bytes.len(), expected), (272 + 32, 272 + 32));
         assert_eq!(at(&bytes, 0), [0x02, 0x00, 0, 0, 0, 0, 0, 0]);
         // Access mode MTT in bits 9:8, lw bit 11, no lr.
         assert_eq!(at(&bytes, 0x10), (1_u32 << 8 | 1 << 11).to_be_bytes());
@@ -266,7 +234,7 @@ mod tests {
         let klm = |bytes, key| Klm { bytes, key };
         let list = vec![klm(0x4000_0000, 0x100), klm(0x1000, 0x500), klm(0x1000, 0x200)];
         let list = [list, vec![klm(0x2000, 0x300), klm(0x1000, 0x400)]].concat();
-        let command = KeyCommand::indirect(1, &CONTEXT, (0x8000_0000, 0x4000_5000), list);
+        let command = KeyCommand::indirect(&CONTEXT, (0x8000_0000, 0x4000_5000), list);
         let bytes = input(&command);
         assert_eq!(bytes.len(), 272 + 8 * 16);
         // Access mode KLM, lw and lr.
@@ -285,9 +253,9 @@ mod tests {
 
     #[test]
     fn a_destruction_as_documented() {
-        let command = KeyCommand::destroy(1, 0x00fe_dcba);
+        let request = KeyCommand::destroy(0x00fe_dcba);
         let bytes = [0x02, 0x02, 0, 0, 0, 0, 0, 0, 0, 0xfe, 0xdc, 0xba, 0, 0, 0, 0];
-        assert_eq!(input(&command), bytes);
+        assert!(matches!(request.input, Input::Bytes(input) if *input == bytes));
     }
 
     proptest! {
@@ -299,7 +267,7 @@ mod tests {
         ) {
             let runs = (0..pages).map(|page| BusRun { at: BusAddress(page << 20), bytes: 4096 });
             let mtts = Mtts::new(runs).unwrap();
-            let command = KeyCommand::direct(1, &CONTEXT, pages << 12, Access::Read, mtts);
+            let command = KeyCommand::direct(&CONTEXT, pages << 12, Access::Read, mtts);
             let mut whole = input(&command);
             whole.resize(4000, 0);
             let mut part = vec![0xff; bytes];

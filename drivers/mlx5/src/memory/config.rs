@@ -20,39 +20,53 @@ pub enum Deletion {
         /// How much later, at least.
         delay: Duration,
     },
-    /// By the one who let them go: see `Registry::must_delete`.
+    /// By the one who let them go.
     AtOnce,
+}
+
+/// Figures of a device's keys, for reports.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryCounters {
+    /// Maps that somebody holds.
+    pub maps_held: usize,
+    /// Keys still to be destroyed.
+    pub backlog_keys: usize,
+    /// Keys that may exist although nobody can use or destroy them: their memory stays pinned until
+    /// the function begins anew.
+    pub keys_stuck: usize,
+    /// Bytes pinned now.
+    pub pinned_bytes: u64,
 }
 
 /// How keys are made and dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryConfig {
+pub(crate) struct MemoryConfig {
     /// Most bytes behind a direct key: a power of two up to 1 GiB. Others than 1 GiB are for
     /// tests.
-    pub piece_bytes: u64,
+    pub(crate) piece_bytes: u64,
     /// Most entries of an indirect key (capability `log_max_klm_list_size`).
-    pub entries_max: u64,
+    pub(crate) entries_max: u64,
     /// CREATE_MKEY commands without an answer at a time; 1 is one after the other.
-    pub create_window: usize,
+    pub(crate) create_window: usize,
     /// DESTROY_MKEY commands without an answer at a time, when somebody waits for them (a map that
     /// could not be built, a drain, deletion that is not deferred); 1 is one after the other.
-    pub destroy_window: usize,
+    pub(crate) destroy_window: usize,
     /// The same when nobody waits: the slice that a new map or a suspend may find in its way. Not
     /// above `destroy_window`.
-    pub lazy_window: usize,
+    pub(crate) lazy_window: usize,
     /// Most input of CREATE_MKEY with the device at a time, in bytes. A single input that is
     /// longer still goes, alone.
-    pub staged_bytes_max: usize,
+    pub(crate) staged_bytes_max: usize,
     /// What a set_map builds.
-    pub update: Update,
+    pub(crate) update: Update,
     /// When keys are destroyed.
-    pub deletion: Deletion,
+    pub(crate) deletion: Deletion,
 }
 
 impl MemoryConfig {
     /// Linux waits as long (drivers/vdpa/mlx5/core/mr.c), because set_map comes in bursts. Also
     /// long enough that a map which is replaced and comes back is mostly still there.
-    pub const DELETION_DELAY: Duration = Duration::from_secs(2);
+    pub(crate) const DELETION_DELAY: Duration = Duration::from_secs(2);
 
     /// Checks that the values make sense.
     ///

@@ -26,8 +26,7 @@ pub(crate) fn unpin_last(keys: Vec<Arc<DirectKey>>) {
 /// Holds a map: its keys exist in the device until the last of these is dropped, and some time
 /// after. The address space holds its current one; whoever programs a queue with the key holds one
 /// of its own **for as long as the device may use the key for that queue**: until a command that
-/// gave the queue another key, or destroyed it, has succeeded. If such a command got no answer,
-/// nobody knows which key the queue has: hold both maps then.
+/// gave the queue another key, or destroyed it, has succeeded, or the function was stopped.
 #[derive(Clone)]
 pub(crate) struct MapRef(Arc<MapName>);
 
@@ -68,18 +67,25 @@ impl fmt::Debug for MapRef {
 /// addresses.
 #[derive(Debug)]
 pub(crate) struct KeyMap {
-    /// The registry's own hold.
+    /// Their keeper's own hold.
     pub(crate) name: MapRef,
-    /// The indirect key's number.
-    pub(crate) index: u32,
+    /// The indirect key's number; `None` for one that was not made.
+    pub(crate) index: Option<u32>,
     pub(crate) direct: Vec<Arc<DirectKey>>,
 }
 
 impl KeyMap {
     /// A map that nobody else holds.
-    pub(crate) fn new(index: u32, direct: Vec<Arc<DirectKey>>) -> KeyMap {
-        let name = MapRef(Arc::new(MapName { key: mkey_from_index(index, 0) }));
+    pub(crate) fn new(index: Option<u32>, direct: Vec<Arc<DirectKey>>) -> KeyMap {
+        let key = mkey_from_index(index.unwrap_or(0), 0);
+        let name = MapRef(Arc::new(MapName { key }));
         KeyMap { name, index, direct }
+    }
+
+    /// How many keys go with it.
+    pub(crate) fn own_keys(&self) -> usize {
+        let own = self.direct.iter().filter(|key| Arc::strong_count(key) == 1);
+        usize::from(self.index.is_some()) + own.count()
     }
 
     /// The direct key of exactly this piece.
@@ -90,7 +96,8 @@ impl KeyMap {
 
     /// Whether it is a map of exactly these pieces.
     pub(crate) fn is_of(&self, pieces: &[Piece]) -> bool {
-        self.direct.len() == pieces.len()
+        self.index.is_some()
+            && self.direct.len() == pieces.len()
             && self.direct.iter().zip(pieces).all(|(key, piece)| key.piece.same(piece))
     }
 }

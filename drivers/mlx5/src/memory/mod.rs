@@ -12,9 +12,7 @@
 //! * keys that nobody uses are destroyed later, in slices, and not while a new map is built. A map
 //!   that comes back until then is there already.
 //!
-//! Everything is in [`Registry`], which does no I/O, and [`KeyPort`] brings it to a command queue: see
-//! there for how it is driven. [`MemoryConfig`]
-//! has a switch for each of these steps, so that each can be measured.
+//! [`MemoryConfig`] has a switch for each of these steps, so that each can be measured.
 //!
 //! | | Linux 6.12 | here |
 //! |---|---|---|
@@ -29,23 +27,17 @@
 mod build;
 mod command;
 mod config;
-mod counters;
 mod keys;
+mod maps;
 mod pins;
-mod port;
-mod reaper;
-mod registry;
 mod split;
 #[cfg(test)]
 mod testing;
-#[cfg(test)]
-mod tests;
 mod translation;
 
-pub(crate) use command::{KeyAnswer, KeyCommand, KeyContext, Refusal};
-pub use config::{Deletion, MemoryConfig, Update};
-pub use counters::MemoryCounters;
+pub(crate) use command::{KeyCommand, KeyContext};
+pub(crate) use config::MemoryConfig;
+pub use config::{Deletion, MemoryCounters, Update};
 pub(crate) use keys::MapRef;
-pub(crate) use port::{Issued, KeyPort};
-pub(crate) use registry::Registry;
+pub(crate) use maps::Maps;
 pub(crate) use translation::Mtts;

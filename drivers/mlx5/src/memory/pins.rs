@@ -9,18 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pinned: AtomicU64,
-    abandoned: AtomicU64,
 }
 
 impl Ledger {
-    /// Bytes pinned now, with those that were abandoned.
+    /// Bytes pinned now.
     pub(crate) fn pinned_bytes(&self) -> u64 {
         self.pinned.load(Ordering::Relaxed)
-    }
-
-    /// Bytes that stay pinned for the life of the process.
-    pub(crate) fn abandoned_bytes(&self) -> u64 {
-        self.abandoned.load(Ordering::Relaxed)
     }
 }
 
@@ -28,7 +22,7 @@ impl Ledger {
 ///
 /// The rule: memory is unpinned by [`Pins::unpin`], when its key has surely never been made or is
 /// surely destroyed, and in no other way. A value that is merely dropped leaves its memory pinned
-/// and its owner alive for ever, and counts it: memory that is lost until the process ends is
+/// and its owner alive for ever: memory that is lost until the process ends is
 /// better than a device that writes into what someone else has by then.
 pub(crate) struct Pins {
     guards: Vec<Box<dyn Any + Send + Sync>>,
@@ -47,11 +41,6 @@ impl Pins {
         Pins { guards, bytes, ledger: Arc::clone(ledger) }
     }
 
-    /// How much.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Unpins.
     pub(crate) fn unpin(mut self) {
         self.ledger.pinned.fetch_sub(self.bytes, Ordering::Relaxed);
@@ -62,7 +51,7 @@ impl Pins {
 impl Drop for Pins {
     fn drop(&mut self) {
         if !self.guards.is_empty() {
-            self.ledger.abandoned.fetch_add(self.bytes, Ordering::Relaxed);
+            tracing::warn!(bytes = self.bytes, "memory stays pinned for the life of the process");
             std::mem::forget(std::mem::take(&mut self.guards));
         }
     }
@@ -86,10 +75,10 @@ mod tests {
         let (one, two) = (pins(), pins());
         assert_eq!(ledger.pinned_bytes(), 8192);
         one.unpin();
-        assert_eq!((ledger.pinned_bytes(), ledger.abandoned_bytes()), (4096, 0));
+        assert_eq!(ledger.pinned_bytes(), 4096);
         assert_eq!(Arc::strong_count(&owner), 2);
         drop(two);
-        assert_eq!((ledger.pinned_bytes(), ledger.abandoned_bytes()), (4096, 4096));
+        assert_eq!(ledger.pinned_bytes(), 4096);
         assert_eq!(Arc::strong_count(&owner), 2);
     }
 }

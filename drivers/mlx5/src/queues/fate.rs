@@ -16,8 +16,6 @@ pub(crate) struct QueueFault {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Faults {
     list: Vec<QueueFault>,
-    /// Queues that stand now and should not.
-    standing: Vec<u16>,
     /// What the host lacked.
     host: Option<String>,
 }
@@ -35,23 +33,13 @@ impl Faults {
         self.host.get_or_insert(reason);
     }
 
-    pub(crate) fn add_standing(&mut self, queue: usize) {
-        self.standing.push(number(queue));
-    }
-
     pub(crate) fn extend(&mut self, other: Faults) {
         self.list.extend(other.list);
-        self.standing.extend(other.standing);
         self.host = self.host.take().or(other.host);
     }
 
-    /// Queues that stand are going to be started once more.
-    pub(crate) fn forget_standing(&mut self) {
-        self.standing.clear();
-    }
-
     pub(crate) fn is_empty(&self) -> bool {
-        self.list.is_empty() && self.standing.is_empty() && self.host.is_none()
+        self.list.is_empty() && self.host.is_none()
     }
 
     /// All in one error.
@@ -71,15 +59,9 @@ impl Faults {
         if self.list.len() > LISTED_MAX {
             parts.push(format!("and {} more", self.list.len() - LISTED_MAX));
         }
-        if !self.standing.is_empty() {
-            let numbers: Vec<String> = self.standing.iter().map(u16::to_string).collect();
-            parts.push(format!("out of order now: queues {}", numbers.join(", ")));
-        }
-        let only_time_outs = !self.list.is_empty()
-            && self.list.iter().all(|f| matches!(f.error, CommandError::Timeout { .. }));
-        match self.list.first().map(|fault| &fault.error) {
-            Some(first) if only_time_outs && self.standing.is_empty() => vdpa_error(action, first),
-            _ => VdpaError::Device { action, reason: parts.join("; ") },
+        match self.list.iter().find(|f| matches!(f.error, CommandError::Timeout { .. })) {
+            Some(silent) => vdpa_error(action, &silent.error),
+            None => VdpaError::Device { action, reason: parts.join("; ") },
         }
     }
 }
@@ -105,6 +87,9 @@ pub(crate) fn vdpa_error(action: &'static str, error: &CommandError) -> VdpaErro
     match error {
         CommandError::Gone { .. } | CommandError::NotIssued { because: SubmitError::Gone, .. } => {
             VdpaError::Gone { action }
+        }
+        CommandError::NotIssued { because: SubmitError::Tainted, .. } => {
+            VdpaError::Device { action, reason: full(error) }
         }
         CommandError::NotIssued { .. } => VdpaError::Host { action, reason: full(error) },
         CommandError::Timeout { waited, .. } => {

@@ -1,7 +1,7 @@
 //! Makes queues ahead of time, and ends them. These wait.
 
 use super::fate::Faults;
-use super::set::{Gates, Queues, batch, is_destroyed};
+use super::set::{Gates, Queues, batch};
 use super::start::{Starting, Target};
 use super::state::{ObjectEvent, ObjectState};
 use super::stop::Stopping;
@@ -9,7 +9,7 @@ use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
 use crate::options::Prepare;
 use martlet_mlx5_abi::Opcode;
-use martlet_mlx5_abi::message::{GeneralObjectOut, object_type};
+use martlet_mlx5_abi::message::object_type;
 use martlet_mlx5_abi::virtq::{QueryCountersOut, VirtqCounters};
 use martlet_vdpa::VdpaError;
 
@@ -49,28 +49,15 @@ impl Queues {
             batch.push_after(object.stop_request(), ready);
         }
         firmware.run(&mut batch);
-        let commands: Vec<_> = (0..batch.len()).map(|number| batch.command(number)).collect();
         let results = batch.into_results();
-        let answers = results.chunks(2).zip(commands.chunks(2));
-        for (index, (pair, commands)) in new.into_iter().zip(answers) {
+        for (index, pair) in new.into_iter().zip(results.chunks(2)) {
             let Some(object) = self.object_mut(index) else { continue };
-            match pair {
-                [Ok(_), Ok(_)] => {
-                    object.change(ObjectEvent::Started);
-                    object.change(ObjectEvent::Stopped);
+            let changes = [ObjectEvent::Started, ObjectEvent::Stopped];
+            for (result, event) in pair.iter().zip(changes) {
+                match result {
+                    Ok(_) => object.change(event),
+                    Err(error) => faults.add(index, error.clone()),
                 }
-                [first, second] => {
-                    // It may run, or may come to: it is made anew by whoever needs it, and ended
-                    // before anybody says that all queues stand.
-                    object.change(ObjectEvent::Unanswered);
-                    if first.as_ref().is_err_and(CommandError::may_be_done) {
-                        object.changes_out.extend(commands[0]);
-                    }
-                    if let Some(error) = first.as_ref().err().or(second.as_ref().err()) {
-                        faults.add(index, error.clone());
-                    }
-                }
-                _ => {}
             }
         }
         faults
@@ -92,8 +79,8 @@ impl Queues {
         }
     }
 
-    /// Ends queues, whatever they do. They must not be in the table. What can't be ended is kept, with
-    /// the memory that it may use.
+    /// Ends queues, whatever they do. They must not be in the table. Where they stood, only their
+    /// rings tell then.
     pub(crate) fn destroy(
         &mut self,
         firmware: &Firmware,
@@ -104,15 +91,7 @@ impl Queues {
         which.iter().for_each(|index| gates.close(*index));
         let mut batch = self.end_batch(firmware, firmware.options().lifecycle, &which);
         firmware.run(&mut batch);
-        self.ended(&which, &batch);
-        let mut faults = Faults::default();
-        for (index, result) in which.iter().zip(batch.results()) {
-            if let Err(error) = result
-                && !is_destroyed(result)
-            {
-                faults.add(*index, error.clone());
-            }
-        }
+        let faults = self.ended(firmware, &which, &batch);
         self.drop_retired(firmware);
         faults
     }
@@ -125,46 +104,11 @@ impl Queues {
         action: &'static str,
     ) -> Result<(), VdpaError> {
         let Some(object) = self.object_mut(index) else { return Ok(()) };
-        let options = firmware.options();
-        let request = object.query_request();
-        let output = firmware.call(options.deadlines.queues, request);
+        let output = firmware.call(firmware.options().deadlines.queues, object.query_request());
         let found = output.and_then(|output| object.found(&output));
-        match found {
-            Ok(Some(at)) => {
-                self.list[index].at = Some(at);
-                Ok(())
-            }
-            Ok(None) => Ok(()),
-            Err(error) => Err(super::fate::vdpa_error(action, &error)),
-        }
-    }
-
-    /// Looks what state queues are in that should run, and starts those that stand.
-    pub(crate) fn wake_up(
-        &mut self,
-        firmware: &Firmware,
-        which: &[usize],
-        gates: &impl Gates,
-    ) -> Faults {
-        let which = self.with_object(which);
-        let mut batch = self.query_batch(firmware, &which);
-        firmware.run(&mut batch);
-        let mut standing = Vec::new();
-        for (index, result) in which.into_iter().zip(batch.into_results()) {
-            let Some(object) = self.object_mut(index) else { continue };
-            let was = object.state;
-            if let Ok(Some(at)) = result.and_then(|output| object.found(&output))
-                && was != ObjectState::Broken
-                && object.state == ObjectState::Suspended
-            {
-                self.list[index].at = Some(at);
-                standing.push(index);
-            }
-        }
-        if standing.is_empty() {
-            return Faults::default();
-        }
-        Starting::begin(&standing, Target::Running).run(firmware, self, gates)
+        let found = found.map_err(|error| super::fate::vdpa_error(action, &error))?;
+        self.list[index].at = found.or(self.list[index].at);
+        Ok(())
     }
 
     /// Reads the counters of all queues: receive and transmit queues, by turns.
@@ -183,18 +127,5 @@ impl Queues {
         };
         let results = numbered.iter().zip(batch.results());
         results.filter_map(|((index, _), result)| Some((*index, read(result)?.object))).collect()
-    }
-
-    /// Drops the counters of all queues, which must not exist any more.
-    pub(crate) fn drop_counters(&mut self, firmware: &Firmware) {
-        let mut batch = batch(firmware, firmware.options().lifecycle);
-        for queue in &mut self.list {
-            if let Some(number) = queue.counters.take() {
-                let (opcode, kind) =
-                    (Opcode::DESTROY_GENERAL_OBJECT, object_type::VIRTIO_Q_COUNTERS);
-                batch.push(Request::general::<GeneralObjectOut>(opcode, kind, number));
-            }
-        }
-        firmware.run(&mut batch);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::state::{ObjectEvent, ObjectState};
 use super::umem::UmemPiece;
-use crate::command::{CommandError, CommandId, Keep, Output, Request};
+use crate::command::{CommandError, Keep, Output, Request};
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, object_type};
 use martlet_mlx5_abi::virtq::{
     QueryVirtqOut, SPLIT, VirtioNetQueue, VirtioQueue, VirtqIn, VirtqState, event_mode, modify,
@@ -51,21 +51,13 @@ pub(crate) struct Object {
     pub(crate) id: u32,
     pub(crate) size: u16,
     pub(crate) state: ObjectState,
-    /// Starts, and changes of fields, that were not answered. While the device has one, it may yet
-    /// happen, whatever the object was told since.
-    pub(crate) changes_out: Vec<CommandId>,
-    /// The device has answered to its number: that is the right one.
-    pub(crate) is_known: bool,
-    /// A destruction was not answered: it may not exist any more.
-    pub(crate) may_be_gone: bool,
     /// What it was made or modified with last. Its indices are `None` while they move.
     pub(crate) fields: Fields,
     /// Its memory for the firmware.
     #[expect(dead_code, reason = "it is there to be held")]
     pub(crate) umem: Arc<UmemPiece>,
-    /// What keeps its key, a map of guest memory or memory of the driver's own: more than one while
-    /// nobody knows which key it has.
-    pub(crate) holds: Vec<Keep>,
+    /// What keeps its key: a map of guest memory, or memory of the driver's own.
+    pub(crate) hold: Keep,
 }
 
 impl fmt::Debug for Object {
@@ -79,7 +71,7 @@ impl fmt::Debug for Object {
 pub(crate) struct Queue {
     /// As the VMM said.
     pub(crate) config: Option<QueueConfig>,
-    /// Where it stands or will begin; `None` while it runs, and when that got lost.
+    /// Where it stands or will begin; `None` while it runs, and if only its rings tell.
     pub(crate) at: Option<QueueState>,
     pub(crate) object: Option<Object>,
     /// Number of its counters.
@@ -92,14 +84,13 @@ impl Object {
         let (id, state) = (self.id, self.state);
         let next = state.next(event);
         self.state = next.unwrap_or_else(|| panic!("virtqueue {id} is {state:?} at {event:?}"));
-        self.is_known |= event != ObjectEvent::Unanswered;
     }
 
     /// Whether it does nothing, for certain.
     pub(crate) fn stands(&self) -> bool {
         match self.state {
             ObjectState::Init | ObjectState::Suspended | ObjectState::Broken => true,
-            ObjectState::Ready | ObjectState::Unknown => false,
+            ObjectState::Ready => false,
         }
     }
 
@@ -169,21 +160,10 @@ impl Object {
     }
 
     /// A change of fields has succeeded: it has what was wanted.
-    pub(crate) fn has_fields(&mut self, wanted: &Fields, hold: Option<Keep>) {
+    pub(crate) fn has_fields(&mut self, wanted: &Fields, hold: Keep) {
         let at = wanted.at.or(self.fields.at);
         self.fields = Fields { at, ..*wanted };
-        self.holds.clear();
-        self.holds.extend(hold);
-    }
-
-    /// A change of fields may have happened: it may use either key.
-    pub(crate) fn may_have_fields(&mut self, wanted: &Fields, hold: Option<Keep>) {
-        if wanted.place.key != self.fields.place.key {
-            self.holds.extend(hold);
-            // Whatever is wanted next differs from this: it is said anew.
-            self.fields.place.key = !wanted.place.key;
-        }
-        self.fields.at = None;
+        self.hold = hold;
     }
 
     /// What a query has found. The indices, if it stands.
@@ -197,24 +177,15 @@ impl Object {
         }
         let used_index = found.object.hw_used_index.get();
         let at = QueueState { avail_index: used_index, used_index };
-        match found.object.state() {
-            VirtqState::RDY if self.state != ObjectState::Broken => {
-                self.change(ObjectEvent::FoundReady);
-                Ok(None)
-            }
-            VirtqState::SUSPEND if self.state != ObjectState::Broken => {
-                self.change(ObjectEvent::FoundSuspended);
+        match (found.object.state(), self.state) {
+            (VirtqState::RDY, ObjectState::Ready) => Ok(None),
+            (VirtqState::SUSPEND, ObjectState::Suspended) => {
                 self.fields.at = Some(at);
                 Ok(Some(at))
             }
-            VirtqState::ERR => {
+            (VirtqState::ERR, _) => {
                 self.change(ObjectEvent::FoundBroken);
                 Ok(Some(at))
-            }
-            // Its start has not happened.
-            VirtqState::INIT if matches!(self.state, ObjectState::Init | ObjectState::Unknown) => {
-                self.change(ObjectEvent::FoundInit);
-                Ok(None)
             }
             _ => Err(output.nonsense("an impossible state")),
         }

@@ -1,17 +1,21 @@
 //! All virtqueues of a device.
 
+use super::fate::Faults;
 use super::queue::{Common, Fields, LogTo, Object, Place, Queue};
-use super::state::{ObjectEvent, ObjectState};
 use super::table::Table;
 use super::umem::{self, Retired};
 use crate::batch::Batch;
-use crate::command::{CommandError, CommandId, Keep, Output};
+use crate::command::Keep;
 use crate::firmware::Firmware;
 use crate::memory::MapRef;
 use crate::options::Pace;
 use martlet_mlx5_abi::capability::VirtioCapabilities;
-use martlet_vdpa::QueueState;
+use martlet_vdpa::{MapRun, QueueState};
 use std::sync::{Arc, PoisonError};
+
+/// Where the rings of a split queue have their indices (virtio 1.3, 2.7.6 and 2.7.8).
+const AVAILABLE_INDEX: u64 = 2;
+const USED_INDEX: u64 = 2;
 
 /// What the guest sees of a queue's start and stop.
 pub(crate) trait Gates {
@@ -36,6 +40,8 @@ pub(crate) struct Queues {
     /// Queues in use, from the first; an even number.
     pub(crate) used: usize,
     pub(crate) map: Option<MapRef>,
+    /// The memory behind it.
+    pub(crate) runs: Vec<MapRun>,
     pub(crate) scratch: Option<Scratch>,
     pub(crate) log: Option<LogTo>,
     pub(crate) table: Option<Table>,
@@ -43,14 +49,6 @@ pub(crate) struct Queues {
     pub(crate) capabilities: VirtioCapabilities,
     pub(crate) has_counters: bool,
     pub(crate) retired: Retired,
-    /// Objects that could not be destroyed. They keep what they may use.
-    pub(crate) undestroyed: Vec<Object>,
-    /// Changes that were not answered, of objects that are destroyed: numbers are given again, and
-    /// a change that comes late would hit whatever has the number then.
-    pub(crate) pending_changes: Vec<(u32, CommandId)>,
-    /// The device says that an object does not exist that should, or that there is one where none
-    /// should be: a number that it told was not the right one.
-    pub(crate) has_wrong_numbers: bool,
 }
 
 impl Queues {
@@ -71,10 +69,38 @@ impl Queues {
         let fields = Fields {
             place: Place::of(&config, map.key()),
             features: self.features,
-            at: self.list[index].at,
+            at: self.at(index),
             log: self.log,
         };
         Some((fields, Arc::new(map.clone())))
+    }
+
+    /// Where a queue stands: as it was said, or as a query has told, or else as its rings tell.
+    ///
+    /// The device completes buffers in their order and writes the used index last: whatever it had
+    /// taken besides is taken again.
+    pub(crate) fn at(&self, index: usize) -> Option<QueueState> {
+        let queue = self.list.get(index)?;
+        queue.at.or_else(|| {
+            let at = queue.config?.device.0.checked_add(USED_INDEX)?;
+            let used_index = self.read16(at)?;
+            Some(QueueState { avail_index: used_index, used_index })
+        })
+    }
+
+    /// Buffers of a queue that the device has and has not completed.
+    pub(crate) fn in_flight(&self, index: usize) -> u16 {
+        let begin = self.list[index].config.and_then(|config| {
+            let available = self.read16(config.driver.0.checked_add(AVAILABLE_INDEX)?)?;
+            Some(available.wrapping_sub(self.at(index)?.used_index).min(config.size))
+        });
+        begin.unwrap_or(0)
+    }
+
+    /// A number in guest memory.
+    fn read16(&self, at: u64) -> Option<u16> {
+        let run = self.runs.iter().rfind(|run| run.iova.0 <= at)?;
+        run.memory.load16(at - run.iova.0)
     }
 
     /// What a queue on the driver's own ring is to have.
@@ -101,30 +127,10 @@ impl Queues {
         self.list.get_mut(index)?.object.as_mut()
     }
 
-    /// Queues outside of these that may run, or may come to run: left by a growth or a preparation
-    /// that failed, or told to start by a command that was not answered.
-    pub(super) fn others(&self, which: &[usize]) -> Vec<usize> {
-        let is_other = |index: &usize| {
-            let Some(object) = self.object(*index) else { return false };
-            // Out of ERR no command leads.
-            let may_start = object.state != ObjectState::Broken && !object.changes_out.is_empty();
-            !which.contains(index) && (!object.stands() || may_start)
-        };
-        (0..self.list.len()).filter(is_other).collect()
-    }
-
-    /// Whether a queue was last told to run on the driver's own ring, and nobody knows whether it
-    /// does: nothing of it is worth keeping.
-    pub(super) fn is_lost_on_scratch(&self, index: usize) -> bool {
-        let (Some(object), Some(scratch)) = (self.object(index), &self.scratch) else {
-            return false;
-        };
-        !object.stands() && object.fields.place == scratch.place
-    }
-
-    /// Changes that may yet happen to an object that was made under this number.
-    pub(super) fn pending_changes_of(&mut self, id: u32) -> Vec<CommandId> {
-        self.pending_changes.extract_if(.., |(of, _)| *of == id).map(|(_, change)| change).collect()
+    /// Queues that run.
+    pub(super) fn running(&self) -> Vec<usize> {
+        let runs = |index: &usize| self.object(*index).is_some_and(|object| !object.stands());
+        (0..self.list.len()).filter(runs).collect()
     }
 
     /// Commands that ask queues for their state and indices.
@@ -136,68 +142,29 @@ impl Queues {
         batch
     }
 
-    /// Commands that end the objects of these queues, and tries again to end what could not be ended
-    /// before; for [`Self::ended`].
+    /// Commands that end the objects of these queues; for [`Self::ended`].
     pub(super) fn end_batch(&self, firmware: &Firmware, pace: Pace, which: &[usize]) -> Batch {
         let mut batch = batch(firmware, pace);
-        let objects = which.iter().filter_map(|index| self.object(*index));
-        for object in objects.chain(&self.undestroyed) {
+        for object in which.iter().filter_map(|index| self.object(*index)) {
             batch.push(object.destroy_request());
         }
         batch
     }
 
-    /// Takes the answers to those commands.
-    pub(super) fn ended(&mut self, which: &[usize], batch: &Batch) {
-        let mut results = batch.results();
-        let objects: Vec<Object> =
-            which.iter().filter_map(|index| self.list.get_mut(*index)?.object.take()).collect();
-        let before = std::mem::take(&mut self.undestroyed);
-        for object in objects.into_iter().chain(before) {
-            match results.next() {
-                Some(result) => self.take_destruction(object, result),
-                None => self.undestroyed.push(object),
+    /// Takes the answers to those commands. What can't be ended might run for ever: the function
+    /// has to begin anew.
+    pub(super) fn ended(&mut self, firmware: &Firmware, which: &[usize], batch: &Batch) -> Faults {
+        let mut faults = Faults::default();
+        for (index, result) in which.iter().zip(batch.results()) {
+            match result {
+                Ok(_) => self.list[*index].object = None,
+                Err(error) => {
+                    firmware.taint();
+                    faults.add(*index, error.clone());
+                }
             }
         }
-    }
-
-    /// Takes the answer to the destruction of an object that is not in the list any more.
-    fn take_destruction(&mut self, mut object: Object, result: &Result<Output, CommandError>) {
-        // Unless an earlier destruction has been done, its number was not the right one.
-        let may_be_missing = object.is_known && object.may_be_gone;
-        self.has_wrong_numbers |= is_missing(result) && !may_be_missing;
-        if is_destroyed(result) {
-            let changes = object.changes_out.iter().map(|change| (object.id, *change));
-            self.pending_changes.extend(changes);
-        } else {
-            tracing::warn!(object = object.id, "a virtqueue could not be destroyed");
-            object.may_be_gone |= result.as_ref().is_err_and(CommandError::may_be_done);
-            self.undestroyed.push(object);
-        }
-    }
-
-    /// Forgets changes that were answered after all.
-    pub(super) fn forget_answered(&mut self, firmware: &Firmware) {
-        self.pending_changes.retain(|(_, change)| firmware.is_out(*change));
-    }
-
-    /// Forgets changes of a queue that were answered late. They may have come since it was asked
-    /// last: one that stood then may run by now, and has to be asked, or stopped, once more.
-    pub(super) fn settle(&mut self, firmware: &Firmware, index: usize) {
-        let Some(object) = self.object_mut(index) else { return };
-        let before = object.changes_out.len();
-        object.changes_out.retain(|id| firmware.is_out(*id));
-        let came = object.changes_out.len() < before;
-        if came && matches!(object.state, ObjectState::Init | ObjectState::Suspended) {
-            object.change(ObjectEvent::Unanswered);
-        }
-    }
-
-    /// Whether a queue does not stay where it stands, because a change that was not answered may
-    /// come yet.
-    pub(super) fn is_unsettled(&mut self, firmware: &Firmware, index: usize) -> bool {
-        self.settle(firmware, index);
-        self.object(index).is_some_and(|object| !object.changes_out.is_empty())
+        faults
     }
 
     /// Receive queues' object numbers, of these queues.
@@ -220,41 +187,23 @@ impl Queues {
             batch.push(umem::destroy(*id, memory));
         }
         firmware.run(&mut batch);
-        let failed = retired.into_iter().zip(batch.into_results()).filter(|(_, result)| {
-            let opcode = martlet_mlx5_abi::Opcode::DESTROY_UMEM;
-            !crate::firmware::is_done(opcode, result)
-        });
-        let failed: Vec<_> = failed.map(|(umem, _)| umem).collect();
+        let results = retired.into_iter().zip(batch.into_results());
+        let failed = results.filter(|(_, result)| result.is_err()).map(|(umem, _)| umem);
         self.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(failed);
     }
 
-    /// The function is down: there are no umems any more.
-    pub(crate) fn forget_retired(&mut self) {
-        self.retired.lock().unwrap_or_else(PoisonError::into_inner).clear();
-    }
-
-    /// Tries again to destroy what could not be destroyed; how many are left.
-    pub(crate) fn destroy_again(&mut self, firmware: &Firmware) -> usize {
-        if self.undestroyed.is_empty() {
-            return 0;
+    /// The function was stopped: nothing that was made on it is there.
+    pub(crate) fn forget_objects(&mut self) {
+        self.table = None;
+        self.scratch = None;
+        self.log = None;
+        for queue in &mut self.list {
+            queue.object = None;
+            queue.counters = None;
         }
-        let mut batch = self.end_batch(firmware, firmware.options().lifecycle, &[]);
-        firmware.run(&mut batch);
-        self.ended(&[], &batch);
-        self.undestroyed.len()
+        // Umems that somebody still holds go into the old list, which nobody reads.
+        self.retired = Retired::default();
     }
-}
-
-/// Whether the answer to a destruction means that there is nothing any more.
-pub(super) fn is_destroyed(result: &Result<Output, CommandError>) -> bool {
-    let opcode = martlet_mlx5_abi::Opcode::DESTROY_GENERAL_OBJECT;
-    // A second try after one that was not answered finds nothing.
-    is_missing(result) || crate::firmware::is_done(opcode, result)
-}
-
-fn is_missing(result: &Result<Output, CommandError>) -> bool {
-    let missing = martlet_mlx5_abi::CommandStatus::BAD_RESOURCE;
-    matches!(result, Err(CommandError::Status { status, .. }) if *status == missing)
 }
 
 /// A batch of commands about queues.

@@ -11,8 +11,6 @@ pub(crate) enum ObjectState {
     Suspended,
     /// It has failed, and stands; only making it anew helps.
     Broken,
-    /// A change was not answered: it may be in the state before, or after, or change yet.
-    Unknown,
 }
 
 /// What happens to a virtqueue's object.
@@ -22,28 +20,15 @@ pub(crate) enum ObjectEvent {
     Started,
     /// A change to SUSPEND has succeeded.
     Stopped,
-    /// A change was not answered, or not in a way that tells whether it was done.
-    Unanswered,
-    /// A query has found it in INIT.
-    FoundInit,
-    /// A query has found it in RDY.
-    FoundReady,
-    /// A query has found it in SUSPEND.
-    FoundSuspended,
-    /// A query has found it in ERR, or in a state that can't be.
+    /// A query has found it in ERR.
     FoundBroken,
 }
 
 impl ObjectState {
     /// All states.
     #[cfg(test)]
-    pub(crate) const ALL: [ObjectState; 5] = [
-        ObjectState::Init,
-        ObjectState::Ready,
-        ObjectState::Suspended,
-        ObjectState::Broken,
-        ObjectState::Unknown,
-    ];
+    pub(crate) const ALL: [ObjectState; 4] =
+        [ObjectState::Init, ObjectState::Ready, ObjectState::Suspended, ObjectState::Broken];
 
     /// What the state becomes; `None` if the event can't happen in it.
     pub(crate) const fn next(self, event: ObjectEvent) -> Option<ObjectState> {
@@ -51,28 +36,10 @@ impl ObjectState {
         use ObjectState as S;
         match (self, event) {
             (S::Init | S::Suspended, E::Started) => Some(S::Ready),
-            (S::Ready | S::Unknown, E::Stopped) => Some(S::Suspended),
-            // A second try after one that was not answered.
-            (S::Unknown, E::Started) => Some(S::Ready),
-            (S::Init | S::Ready | S::Suspended | S::Unknown, E::Unanswered) => Some(S::Unknown),
-            (S::Init | S::Unknown, E::FoundInit) => Some(S::Init),
-            (S::Init | S::Ready | S::Suspended | S::Unknown, E::FoundReady) => Some(S::Ready),
-            (S::Init | S::Ready | S::Suspended | S::Unknown, E::FoundSuspended) => {
-                Some(S::Suspended)
-            }
+            (S::Ready, E::Stopped) => Some(S::Suspended),
             (_, E::FoundBroken) => Some(S::Broken),
-            (S::Ready, E::Started | E::FoundInit)
-            | (S::Suspended, E::FoundInit)
-            | (S::Init | S::Suspended, E::Stopped)
-            | (
-                S::Broken,
-                E::Started
-                | E::Stopped
-                | E::Unanswered
-                | E::FoundInit
-                | E::FoundReady
-                | E::FoundSuspended,
-            ) => None,
+            (S::Ready | S::Broken, E::Started)
+            | (S::Init | S::Suspended | S::Broken, E::Stopped) => None,
         }
     }
 }
@@ -80,15 +47,8 @@ impl ObjectState {
 impl ObjectEvent {
     /// All events.
     #[cfg(test)]
-    pub(crate) const ALL: [ObjectEvent; 7] = [
-        ObjectEvent::Started,
-        ObjectEvent::Stopped,
-        ObjectEvent::Unanswered,
-        ObjectEvent::FoundInit,
-        ObjectEvent::FoundReady,
-        ObjectEvent::FoundSuspended,
-        ObjectEvent::FoundBroken,
-    ];
+    pub(crate) const ALL: [ObjectEvent; 3] =
+        [ObjectEvent::Started, ObjectEvent::Stopped, ObjectEvent::FoundBroken];
 }
 
 /// Where the device as a whole is.

@@ -3,26 +3,20 @@
 //! A queue must be ready before the table names it, and must not be named any more when it stops:
 //! so a table shrinks before its queues do, and grows after them.
 
-use super::set::{Queues, batch};
+use super::set::Queues;
 use crate::command::{CommandError, Output, Request};
 use crate::firmware::Firmware;
-use crate::options::Pace;
 use martlet_mlx5_abi::message::{InHeader, ShortIn, ShortOut};
 use martlet_mlx5_abi::rqt::{LIST_OF_VIRTQUEUES, MODIFY_LIST, RqtIn};
-use martlet_mlx5_abi::{CommandStatus, Opcode, U16, U24, U64};
+use martlet_mlx5_abi::{Opcode, U16, U24, U64};
 use zerocopy::{FromZeros, IntoBytes};
-
-/// How often a step is tried: after one that was not answered, the second finds out what has
-/// happened.
-pub(super) const TABLE_TRIES_MAX: u32 = 2;
 
 /// A table in the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Table {
     rqtn: u32,
-    /// The receive queues that it names. `None` while a change of it is not known to have
-    /// happened.
-    list: Option<Vec<u32>>,
+    /// The receive queues that it names.
+    list: Vec<u32>,
 }
 
 /// What has to be done so that the table names exactly these queues.
@@ -40,7 +34,7 @@ impl Queues {
             None if receivers.is_empty() => None,
             None => Some(TableStep::Create),
             Some(_) if receivers.is_empty() => Some(TableStep::Destroy),
-            Some(table) if table.list.as_deref() == Some(receivers) => None,
+            Some(table) if table.list == receivers => None,
             Some(_) => Some(TableStep::Modify),
         }
     }
@@ -85,37 +79,17 @@ impl Queues {
         receivers: &[u32],
         result: &Result<Output, CommandError>,
     ) -> Result<(), CommandError> {
-        let list = Some(receivers.to_vec());
-        match (step, result) {
-            (TableStep::Create, Ok(output)) => {
+        let output = result.as_ref().map_err(CommandError::clone)?;
+        let list = receivers.to_vec();
+        match (step, &mut self.table) {
+            (TableStep::Create, _) => {
                 let rqtn = output.read::<ShortOut>()?.object.get();
                 self.table = Some(Table { rqtn, list });
             }
-            (TableStep::Modify, Ok(_)) => {
-                if let Some(table) = &mut self.table {
-                    table.list = list;
-                }
-            }
-            (TableStep::Destroy, Ok(_)) => self.table = None,
-            // A destruction that was not answered has happened after all.
-            (_, Err(CommandError::Status { status: CommandStatus::BAD_RESOURCE, .. })) => {
-                self.table = None;
-                if step == TableStep::Destroy {
-                    return Ok(());
-                }
-            }
-            (TableStep::Destroy, Err(CommandError::Gone { .. })) => {
-                self.table = None;
-                return Ok(());
-            }
-            (TableStep::Modify | TableStep::Destroy, Err(error)) if error.may_be_done() => {
-                if let Some(table) = &mut self.table {
-                    table.list = None;
-                }
-            }
-            (TableStep::Create | TableStep::Modify | TableStep::Destroy, Err(_)) => {}
+            (TableStep::Modify, Some(table)) => table.list = list,
+            (TableStep::Modify | TableStep::Destroy, _) => self.table = None,
         }
-        result.as_ref().map(|_| ()).map_err(CommandError::clone)
+        Ok(())
     }
 
     /// Makes the table name exactly these queues, and waits for it.
@@ -124,17 +98,9 @@ impl Queues {
         firmware: &Firmware,
         receivers: &[u32],
     ) -> Result<(), CommandError> {
-        let mut outcome = Ok(());
-        for _ in 0..TABLE_TRIES_MAX {
-            let Some(step) = self.table_step(receivers) else { return Ok(()) };
-            let mut batch = batch(firmware, Pace::Serial);
-            batch.push(self.table_request(step, receivers));
-            firmware.run(&mut batch);
-            outcome = match batch.result(0) {
-                Some(result) => self.table_answer(step, receivers, result),
-                None => Ok(()),
-            };
-        }
-        outcome
+        let Some(step) = self.table_step(receivers) else { return Ok(()) };
+        let request = self.table_request(step, receivers);
+        let result = firmware.call(firmware.options().deadlines.queues, request);
+        self.table_answer(step, receivers, &result)
     }
 }

@@ -68,6 +68,8 @@ struct Pair {
 /// A guest with its memory and its queues.
 pub(crate) struct Guest {
     pub(crate) memory: GuestMemory,
+    /// Frames may come twice.
+    pub(crate) takes_repeats: bool,
     pairs: Vec<Pair>,
 }
 
@@ -88,7 +90,7 @@ impl Guest {
             received: BTreeSet::new(),
         };
         let pairs = (0..pairs).map(pair).collect();
-        Guest { memory, pairs }
+        Guest { memory, takes_repeats: false, pairs }
     }
 
     pub(crate) fn queues(&self) -> u16 {
@@ -140,8 +142,8 @@ impl Guest {
                 let (pair, number) = parse(&bytes);
                 assert_eq!(bytes[12..], frame(pair, number), "a frame of pair {pair}");
                 let is_new = self.pairs[pair].received.insert(number);
-                assert!(is_new, "frame {number} of pair {pair} came twice");
-                count += 1;
+                assert!(is_new || self.takes_repeats, "frame {number} of pair {pair} came twice");
+                count += u32::from(is_new);
             }
         }
         count

@@ -5,7 +5,7 @@ pub(crate) mod guest;
 pub(crate) mod memory;
 
 use guest::Guest;
-use martlet_device_io::{Dma, Waiter};
+use martlet_device_io::{Dma, Registers, Waiter};
 use martlet_mlx5::{Mlx5Device, Options, Platform};
 use martlet_mlx5_model::{Model, ModelConfig};
 use martlet_soft_bus::{Addressing, Seat, SoftBus, SoftClock, Stage};
@@ -66,8 +66,22 @@ impl Rig {
         options: Options,
         guest: Guest,
     ) -> Rig {
+        let registers = model.registers();
+        Rig::through(stage, model, bus, registers, options, guest)
+    }
+
+    /// Opens a device that is there, by these registers.
+    pub(crate) fn through(
+        stage: &Arc<Stage>,
+        model: Arc<Model>,
+        bus: Arc<SoftBus>,
+        registers: Arc<dyn Registers>,
+        options: Options,
+        guest: Guest,
+    ) -> Rig {
         let seat = stage.seat(Arc::clone(&model) as _);
-        let device = Mlx5Device::open(platform(&model, &bus, &seat), options).unwrap();
+        let platform = Platform { registers, ..platform(&model, &bus, &seat) };
+        let device = Mlx5Device::open(platform, options).unwrap();
         let pairs = usize::from(guest.queues() / 2);
         let queues = device.identity().queues;
         let notified = (0..queues).map(|_| Arc::default()).collect();
@@ -169,16 +183,20 @@ impl Rig {
         received
     }
 
-    /// Frames flow on all pairs, and none is missing.
+    /// Frames flow on all pairs, and none is missing but those that a function may have lost that
+    /// was made anew.
     pub(crate) fn assert_frames_flow(&mut self) {
         let rounds = 10;
+        let errors = |rig: &Rig| (rig.model.stats().access_errors, rig.model.stats().ring_errors);
+        // A function that told a wrong number for a memory key may have missed before it began anew.
+        let before = if self.guest.takes_repeats { errors(self) } else { (0, 0) };
         // What waited in the rings comes first.
         self.exchange(2);
         let received = self.exchange(rounds);
         assert_eq!(received, rounds * u32::try_from(self.pairs).unwrap(), "frames flow");
-        assert_eq!(self.guest.missing(), 0);
-        let stats = self.model.stats();
-        assert_eq!((stats.access_errors, stats.ring_errors), (0, 0));
+        let lost = self.device.recoveries().frames_in_flight;
+        assert!(u64::from(self.guest.missing()) <= lost, "{} of {lost}", self.guest.missing());
+        assert_eq!(errors(self), before);
     }
 
     /// Time passes, with service as often as the device wants it.

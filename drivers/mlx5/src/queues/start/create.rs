@@ -9,9 +9,9 @@ use crate::queues::queue::{Fields, Object, create_request};
 use crate::queues::set::{Queues, batch};
 use crate::queues::state::ObjectState;
 use crate::queues::umem::{UmemPiece, UmemPlan};
+use martlet_mlx5_abi::Opcode;
 use martlet_mlx5_abi::message::{GeneralObjectIn, GeneralObjectOut, ShortOut, object_type};
 use martlet_mlx5_abi::virtq::{CountersIn, VirtqCounters};
-use martlet_mlx5_abi::{CommandStatus, Opcode};
 use std::sync::Arc;
 use zerocopy::FromZeros;
 
@@ -86,11 +86,11 @@ impl Starting {
                 (Target::MadeOnScratch, Some(scratch)) => Some(queues.wanted_on_scratch(scratch)),
                 _ => queues.wanted(index),
             };
-            // Where a queue that was lost would begin is not known: nothing can be made of it.
+            // Without a map nothing can be made of it, nor if nobody can say where it would begin.
             let Some(((fields, hold), size)) =
                 wanted.filter(|(f, _)| f.at.is_some()).zip(queue.config.map(|config| config.size))
             else {
-                self.faults.add_standing(index);
+                self.faults.add_host(format!("where queue {index} stands can't be read"));
                 continue;
             };
             let counters = queue.counters;
@@ -123,30 +123,10 @@ impl Starting {
         match id {
             Ok(id) => {
                 let Made { index, fields, hold, umem, size } = made;
-                let (state, holds) = (ObjectState::Init, vec![hold]);
-                let changes_out = queues.pending_changes_of(id);
-                queues.list[index].object = Some(Object {
-                    id,
-                    size,
-                    state,
-                    changes_out,
-                    is_known: false,
-                    may_be_gone: false,
-                    fields,
-                    umem,
-                    holds,
-                });
+                let state = ObjectState::Init;
+                queues.list[index].object = Some(Object { id, size, state, fields, umem, hold });
             }
-            Err(error) => {
-                let is_wrong = |status| is_status(result, status);
-                if is_wrong(CommandStatus::BAD_INDEX) || is_wrong(CommandStatus::BAD_RESOURCE) {
-                    queues.has_wrong_numbers = true;
-                    // Perhaps it is its counters that don't exist.
-                    queues.list[made.index].counters = None;
-                }
-                self.faults.add(made.index, error);
-                self.faults.add_standing(made.index);
-            }
+            Err(error) => self.faults.add(made.index, error),
         }
     }
 }
@@ -161,8 +141,4 @@ fn counters_request() -> Request {
     let header = GeneralObjectIn::new(opcode, object_type::VIRTIO_Q_COUNTERS, 0);
     let object = VirtqCounters::new_zeroed();
     Request::new::<GeneralObjectOut>(opcode, &CountersIn { header, object })
-}
-
-fn is_status(result: &Result<Output, CommandError>, wanted: CommandStatus) -> bool {
-    matches!(result, Err(CommandError::Status { status, .. }) if *status == wanted)
 }

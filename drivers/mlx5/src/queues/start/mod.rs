@@ -1,21 +1,23 @@
 //! Starts queues together: makes those that don't exist, changes those that do, makes those anew
 //! that can't be changed, and tells the table last.
+//!
+//! A queue that does not start stands, and is named in the error. Nothing is tried twice: a function
+//! that can't start a queue begins anew, with all of them.
 
-mod answers;
 mod create;
 
 use super::fate::Faults;
-use super::queue::{Fields, Object};
+use super::queue::Fields;
 use super::set::{Gates, Queues, batch};
-use super::state::ObjectState;
-use super::table::{TABLE_TRIES_MAX, TableStep};
+use super::state::{ObjectEvent, ObjectState};
+use super::table::TableStep;
 use super::umem::UmemPlan;
 use crate::batch::Batch;
 use crate::command::{CommandError, Keep, Output};
 use crate::firmware::Firmware;
 use crate::options::Pace;
-use answers::{found, readied, runs};
 use create::Made;
+use martlet_mlx5_abi::Opcode;
 
 /// How far a start goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,20 +37,16 @@ pub(crate) struct Starting {
     stage: Stage,
     /// Queues whose objects are to be made anew.
     remake: Vec<usize>,
-    /// Whether queues that failed have had their second try.
-    second: bool,
     faults: Faults,
 }
 
 enum Stage {
     Begin,
-    Ask { batch: Batch, which: Vec<usize> },
-    Table { batch: Batch, step: TableStep, receivers: Vec<u32>, tries: u32, then: Then },
+    Table { batch: Batch, step: TableStep, receivers: Vec<u32>, then: Then },
     Destroy { batch: Batch, which: Vec<usize> },
     Supply { batch: Batch, plan: UmemPlan, counters: Vec<usize> },
     Create { batch: Batch, made: Vec<Made> },
-    Ready { batch: Batch, items: Vec<Item>, failed: Vec<(usize, CommandError)> },
-    Look { batch: Batch, failed: Vec<(usize, CommandError)> },
+    Ready { batch: Batch, items: Vec<Item> },
     Over,
 }
 
@@ -76,7 +74,6 @@ impl Starting {
             target,
             stage: Stage::Begin,
             remake: Vec::new(),
-            second: false,
             faults: Faults::default(),
         }
     }
@@ -94,6 +91,10 @@ impl Starting {
                 return None;
             }
             if let Stage::Over = self.stage {
+                if self.faults.is_empty() && firmware.end().is_some() {
+                    let opcode = Opcode::MODIFY_GENERAL_OBJECT;
+                    self.faults.add_general(CommandError::Tainted { opcode });
+                }
                 return Some(std::mem::take(&mut self.faults));
             }
             let stage = std::mem::replace(&mut self.stage, Stage::Over);
@@ -105,19 +106,16 @@ impl Starting {
     fn poll_batch(&mut self, firmware: &Firmware, queues: &mut Queues, gates: &impl Gates) -> bool {
         match &mut self.stage {
             Stage::Begin | Stage::Over => true,
-            Stage::Ask { batch, .. }
-            | Stage::Table { batch, .. }
+            Stage::Table { batch, .. }
             | Stage::Destroy { batch, .. }
             | Stage::Supply { batch, .. }
-            | Stage::Create { batch, .. }
-            | Stage::Look { batch, .. } => firmware.poll(batch),
-            Stage::Ready { batch, items, failed } => {
+            | Stage::Create { batch, .. } => firmware.poll(batch),
+            Stage::Ready { batch, items } => {
                 let done = firmware.poll(batch);
                 // At once, not when all are done: guests wait.
                 while let Some(number) = batch.poll_item() {
                     if let (Some(item), Some(result)) = (items.get(number), batch.result(number)) {
-                        let id = batch.command(number);
-                        failed.extend(readied(queues, gates, item.clone(), id, result));
+                        self.faults.extend(readied(queues, gates, item.clone(), result));
                     }
                 }
                 done
@@ -134,26 +132,25 @@ impl Starting {
         gates: &impl Gates,
     ) -> Stage {
         match stage {
-            Stage::Begin => self.ask(firmware, queues),
-            Stage::Ask { batch, which } => {
-                for (index, result) in which.iter().zip(batch.results()) {
-                    found(queues, *index, result);
+            Stage::Begin => {
+                if self.target == Target::Running {
+                    // Those that could not be stopped: kicks reach them again.
+                    let running = queues.running();
+                    let which = self.queues.iter().filter(|index| running.contains(index));
+                    which.for_each(|index| gates.open(*index));
                 }
-                self.open_running(queues, gates);
                 self.remake = self.to_remake(queues);
                 self.table_out(firmware, queues)
             }
-            Stage::Table { batch, step, receivers, tries, then } => {
+            Stage::Table { batch, step, receivers, then } => {
                 let answer = |result| queues.table_answer(step, &receivers, result).err();
                 let error = batch.result(0).and_then(answer);
-                if error.is_some() && tries < TABLE_TRIES_MAX {
-                    return self.table(firmware, queues, receivers, tries + 1, then);
-                }
                 error.into_iter().for_each(|error| self.faults.add_general(error));
                 self.after_table(firmware, queues, then)
             }
             Stage::Destroy { batch, which } => {
-                queues.ended(&which, &batch);
+                self.faults.extend(queues.ended(firmware, &which, &batch));
+                self.remake.retain(|index| queues.object(*index).is_none());
                 self.supply(firmware, queues)
             }
             Stage::Supply { batch, plan, counters } => {
@@ -165,11 +162,7 @@ impl Starting {
                 }
                 self.ready(firmware, queues)
             }
-            Stage::Ready { failed, .. } => self.look(firmware, queues, failed),
-            Stage::Look { batch, failed } => {
-                let results = batch.into_results();
-                self.looked(firmware, queues, gates, failed, &results)
-            }
+            Stage::Ready { .. } => self.table_in(firmware, queues),
             Stage::Over => Stage::Over,
         }
     }
@@ -189,33 +182,6 @@ impl Starting {
         }
     }
 
-    /// Asks queues of which an earlier failure has left something unknown.
-    fn ask(&self, firmware: &Firmware, queues: &mut Queues) -> Stage {
-        for index in self.queues.iter().copied() {
-            queues.settle(firmware, index);
-        }
-        let is_unclear = |index: &usize| {
-            let Some(object) = queues.object(*index) else { return false };
-            match object.state {
-                ObjectState::Unknown => !queues.is_lost_on_scratch(*index),
-                ObjectState::Suspended | ObjectState::Broken => queues.list[*index].at.is_none(),
-                ObjectState::Init | ObjectState::Ready => false,
-            }
-        };
-        let which: Vec<usize> = self.queues.iter().copied().filter(is_unclear).collect();
-        Stage::Ask { batch: queues.query_batch(firmware, &which), which }
-    }
-
-    /// Queues that run already, because they could not be stopped: kicks reach them again.
-    fn open_running(&self, queues: &mut Queues, gates: &impl Gates) {
-        for index in self.queues.iter().copied() {
-            let is_ready = |object: &Object| object.state == ObjectState::Ready;
-            if queues.object(index).is_some_and(is_ready) && !queues.is_lost_on_scratch(index) {
-                runs(queues, gates, index);
-            }
-        }
-    }
-
     /// Queues whose objects are missing, or can't be changed to what is wanted.
     fn to_remake(&self, queues: &Queues) -> Vec<usize> {
         let resumable = queues.is_resumable();
@@ -224,8 +190,7 @@ impl Starting {
             let Some(object) = &queue.object else { return true };
             let wrong_size = queue.config.is_some_and(|config| config.size != object.size);
             let stuck = object.state == ObjectState::Suspended && !resumable;
-            let lost = queues.is_lost_on_scratch(*index);
-            object.state == ObjectState::Broken || wrong_size || stuck || lost
+            object.state == ObjectState::Broken || wrong_size || stuck
         };
         self.queues.iter().copied().filter(has_to).collect()
     }
@@ -237,7 +202,7 @@ impl Starting {
             return self.destroy(firmware, queues);
         }
         let stay: Vec<usize> = queues.active().into_iter().filter(|index| !names(index)).collect();
-        self.table(firmware, queues, queues.receivers(&stay), 1, Then::Destroy)
+        self.table(firmware, queues, queues.receivers(&stay), Then::Destroy)
     }
 
     /// Makes the table name these queues.
@@ -246,7 +211,6 @@ impl Starting {
         firmware: &Firmware,
         queues: &Queues,
         receivers: Vec<u32>,
-        tries: u32,
         then: Then,
     ) -> Stage {
         let Some(step) = queues.table_step(&receivers) else {
@@ -254,7 +218,7 @@ impl Starting {
         };
         let mut batch = batch(firmware, Pace::Serial);
         batch.push(queues.table_request(step, &receivers));
-        Stage::Table { batch, step, receivers, tries, then }
+        Stage::Table { batch, step, receivers, then }
     }
 
     fn after_table(&mut self, firmware: &Firmware, queues: &Queues, then: Then) -> Stage {
@@ -300,68 +264,7 @@ impl Starting {
             }
             items.push(ready);
         }
-        Stage::Ready { batch, items, failed: Vec::new() }
-    }
-
-    /// Looks what state those are in that did not start.
-    fn look(
-        &mut self,
-        firmware: &Firmware,
-        queues: &mut Queues,
-        failed: Vec<(usize, CommandError)>,
-    ) -> Stage {
-        if failed.is_empty() {
-            return self.table_in(firmware, queues);
-        }
-        let which: Vec<usize> = failed.iter().map(|(index, _)| *index).collect();
-        which.iter().for_each(|index| queues.settle(firmware, *index));
-        Stage::Look { batch: queues.query_batch(firmware, &which), failed }
-    }
-
-    fn looked(
-        &mut self,
-        firmware: &Firmware,
-        queues: &mut Queues,
-        gates: &impl Gates,
-        failed: Vec<(usize, CommandError)>,
-        results: &[Result<Output, CommandError>],
-    ) -> Stage {
-        let mut again = Vec::new();
-        for ((index, error), result) in failed.into_iter().zip(results) {
-            let wanted = queues.wanted(index);
-            found(queues, index, result);
-            let Some(object) = queues.object_mut(index) else { continue };
-            if object.state == ObjectState::Ready {
-                // It has started after all, or it never stood.
-                if let Some((fields, hold)) = wanted {
-                    object.has_fields(&fields, Some(hold));
-                }
-                runs(queues, gates, index);
-                continue;
-            }
-            // One that may run yet must not be made anew: where it is by now nobody knows.
-            let known = object.state != ObjectState::Unknown && queues.list[index].at.is_some();
-            if known && !self.second && !firmware.is_gone() {
-                again.push(index);
-            } else {
-                self.faults.add(index, error);
-                self.faults.add_standing(index);
-            }
-        }
-        if again.is_empty() {
-            return self.table_in(firmware, queues);
-        }
-        self.second = true;
-        // One whose start may come yet, or was still out when it was asked, is only told to start
-        // once more: made anew, it would be where it was before it ran.
-        again.retain(|index| {
-            let is_sure = |object: &Object| {
-                object.state == ObjectState::Broken || object.changes_out.is_empty()
-            };
-            queues.object(*index).is_some_and(is_sure)
-        });
-        self.remake = again;
-        self.table_out(firmware, queues)
+        Stage::Ready { batch, items }
     }
 
     /// The table names the queues that are in use.
@@ -373,6 +276,32 @@ impl Starting {
             Target::Made | Target::MadeOnScratch => queues.object(*index).is_some(),
         };
         let which: Vec<usize> = queues.active().into_iter().filter(in_use).collect();
-        self.table(firmware, queues, queues.receivers(&which), 1, Then::Over)
+        self.table(firmware, queues, queues.receivers(&which), Then::Over)
     }
+}
+
+/// Takes the answer to an item of the last batch; what is wrong with it.
+fn readied(
+    queues: &mut Queues,
+    gates: &impl Gates,
+    item: Item,
+    result: &Result<Output, CommandError>,
+) -> Faults {
+    let Item { index, fields, hold, starts } = item;
+    let mut faults = Faults::default();
+    let Some(object) = queues.object_mut(index) else { return faults };
+    match result {
+        Ok(_) if starts => {
+            object.change(ObjectEvent::Started);
+            object.has_fields(&fields, hold);
+            object.fields.at = None;
+            queues.list[index].at = None;
+            gates.open(index);
+        }
+        Ok(_) => object.has_fields(&fields, hold),
+        // What follows a change that failed says nothing new.
+        Err(CommandError::Skipped { .. }) => {}
+        Err(error) => faults.add(index, error.clone()),
+    }
+    faults
 }

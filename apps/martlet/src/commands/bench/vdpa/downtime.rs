@@ -108,7 +108,7 @@ fn linux(queues: u16, memory: &Memory, options: Options) -> Result<Columns, Fail
     let begin = Instant::now();
     suspend(std::slice::from_ref(switched))?;
     switched.read_states()?;
-    switched.device.reset().map_err(|e| told(&e))?;
+    switched.device.reset_in_place().map_err(|e| told(&e))?;
     switched.start(&map)?;
     columns.begin = begin.elapsed();
     columns.begin_rest = SWITCH_REST;
@@ -116,7 +116,7 @@ fn linux(queues: u16, memory: &Memory, options: Options) -> Result<Columns, Fail
         let begin = Instant::now();
         suspend(std::slice::from_ref(rig))?;
         rig.read_states()?;
-        rig.device.reset().map_err(|e| told(&e))?;
+        rig.device.reset_in_place().map_err(|e| told(&e))?;
         columns.stop += begin.elapsed();
         columns.stop_rest += STOP_REST;
     }

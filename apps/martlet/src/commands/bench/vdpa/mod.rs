@@ -66,7 +66,7 @@ struct MkeyJson {
     destroy_serial_ms: f64,
     destroy_batched_ms: f64,
     keys: u64,
-    window: usize,
+    window: u32,
 }
 
 /// `martlet bench vdpa`.
@@ -181,9 +181,9 @@ fn keys(memory: &Memory) -> Result<MkeyJson, Failure> {
         let rigs = rig::cards(1, 2, &Latencies::mkey_small(), options)?;
         let device = &rigs.first().expect("one card").device;
         let create = timed(|| device.set_map(&map))?;
-        let keys = device.memory_counters().keys_live;
+        let made = device.command_stats().of(martlet_mlx5_abi::Opcode::CREATE_MKEY);
         let destroy = timed(|| device.set_map(&[]))?;
-        Ok::<_, Failure>((create, destroy, keys, device.memory_counters().create_depth_max))
+        Ok::<_, Failure>((create, destroy, made.issued, made.in_flight_max))
     };
     let (create_serial, destroy_serial, ..) = time(serial)?;
     let (create, destroy, keys, window) = time(batched)?;
