@@ -334,9 +334,15 @@ impl Attempt {
         let bytes = ByteCount(pages.fold(0, u64::saturating_add).saturating_mul(PAGE_SIZE));
         let most = self.memory_max;
         if bytes > most {
+            // The difference counts, if it is only what the guest boots from.
+            let exact = |count: ByteCount| format!("{} bytes", count.0);
+            let (bytes, most) = match (bytes.to_string(), most.to_string()) {
+                (told, same) if told == same => (exact(bytes), exact(most)),
+                told => told,
+            };
             return self.fail(format!(
-                "the guest has {bytes} of memory, at most {most} are taken here: what the host \
-                 has, or the limit set with --memory-max"
+                "the guest, with what it boots from, has {bytes} of memory, at most {most} are \
+                 taken here: what the host has, or the limit set with --memory-max"
             ));
         }
         match setup.layout() {

@@ -326,6 +326,18 @@ fn a_guest_that_is_too_large_costs_nothing() {
     assert_eq!(io.asked(), ["Abandon", "Abandoned"]);
 }
 
+/// A limit of what a person calls the guest's memory is some pages too low for what comes with it.
+#[test]
+fn a_guest_that_is_hardly_too_large_is_told_how_much() {
+    let mut io = Script::new();
+    io.memory_max = ByteCount(PAGES * 4096 - 1);
+    let mut attempt = io.begin();
+    finish(&mut attempt, &mut io);
+    let (DestinationOutcome::Abandoned { reason }, _) = attempt.end() else { panic!() };
+    let told = format!("{} bytes of memory, at most {} bytes", PAGES * 4096, PAGES * 4096 - 1);
+    assert!(reason.to_string().contains(&told), "{reason}");
+}
+
 /// Whatever panics between the making of the right and its use, the guest gets it.
 #[test]
 fn a_panic_does_not_lose_the_right_to_run_the_guest() {
