@@ -30,9 +30,7 @@ fn kvm<T>(
 
 /// Reads everything. The vCPU is out of the guest and its last instruction is complete.
 pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, BackendError> {
-    // KVM turns pending INIT and SIPI into mp_state when that is read, so it goes first
-    // (arch/x86/kvm/x86.c, kvm_arch_vcpu_ioctl_get_mpstate).
-    let mp_state = kvm("KVM_GET_MP_STATE", fd.get_mp_state())?.mp_state;
+    let mp_state = mp_state(fd)?;
     let events = kvm("KVM_GET_VCPU_EVENTS", fd.get_vcpu_events())?;
     let regs = kvm("KVM_GET_REGS", fd.get_regs())?;
     let sregs = kvm("KVM_GET_SREGS", fd.get_sregs())?;
@@ -126,6 +124,12 @@ pub(super) fn release(
         let _ = fd.kvmclock_ctrl();
     }
     Ok(())
+}
+
+/// KVM turns pending INIT and SIPI into this when it is read, so it is read before all else
+/// (arch/x86/kvm/x86.c, kvm_arch_vcpu_ioctl_get_mpstate).
+pub(super) fn mp_state(fd: &VcpuFd) -> Result<u32, BackendError> {
+    Ok(kvm("KVM_GET_MP_STATE", fd.get_mp_state())?.mp_state)
 }
 
 fn get_pdptrs(

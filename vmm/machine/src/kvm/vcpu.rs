@@ -322,6 +322,14 @@ impl VcpuBackend for KvmVcpu {
         self.run_any()
     }
 
+    /// To read its state has a vCPU take a start-up message that came, for which one that is in a
+    /// guest's own guest leaves that, and KVM writes so to guest memory (arch/x86/kvm/lapic.c,
+    /// kvm_apic_accept_events; svm/nested.c, nested_svm_vmexit). A message that another vCPU sends
+    /// later, on its own way out, is read with the state.
+    fn settle(&mut self) -> Result<(), BackendError> {
+        state::mp_state(&self.fd).map(drop)
+    }
+
     fn save(&mut self) -> Result<Vec<u8>, BackendError> {
         let mut saved = state::save(&self.fd, &self.common)?;
         // Of a guest that came and has not run here, these are not in the vCPU.

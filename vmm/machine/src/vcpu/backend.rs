@@ -143,6 +143,12 @@ pub(crate) trait VcpuBackend: Send {
     /// instruction, to be served before the call is repeated.
     fn finish_io(&mut self) -> Result<Exit<'_>, BackendError>;
 
+    /// After `finish_io`, before the vCPU counts as out: has whatever a save would write to guest
+    /// memory written now.
+    fn settle(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// The vCPU's complete state, in an encoding of the backend's own. Only after `finish_io`, and
     /// of a guest that stopped only when all vCPUs are out: others send it interrupts until then.
     fn save(&mut self) -> Result<Vec<u8>, BackendError>;

@@ -21,6 +21,8 @@ impl Kicker for Nobody {
 struct Notes {
     /// How often one left.
     left: AtomicU32,
+    /// How often one had all written that a save writes.
+    settled: AtomicU32,
     /// How often one ran.
     ran: AtomicU32,
     /// How often one ran that had left when others had not yet, though it need not.
@@ -72,6 +74,12 @@ impl VcpuBackend for Fake {
         self.left = (self.left.0 + 1, Instant::now());
         self.notes.left.fetch_add(1, Ordering::SeqCst);
         Ok(Exit::Interrupted)
+    }
+
+    fn settle(&mut self) -> Result<(), BackendError> {
+        std::thread::sleep(self.leaves_after());
+        self.notes.settled.fetch_add(1, Ordering::SeqCst);
+        Ok(())
     }
 
     fn save(&mut self) -> Result<Vec<u8>, BackendError> {
@@ -130,10 +138,11 @@ fn a_panic_on_a_vcpus_thread_ends_the_guest_and_holds_up_nobody() {
 /// A vCPU that still runs may send an interrupt to one that has been saved.
 #[test]
 fn no_vcpu_is_saved_before_all_are_out() {
-    let (group, _) = group(&TIMES);
+    let (group, notes) = group(&TIMES);
     for round in 1..=5u32 {
         group.begin_save(None);
         group.wait_out();
+        assert_eq!(notes.settled.load(Ordering::SeqCst), 3 * round, "memory is final");
         let saved = group.wait_saved().unwrap();
         assert_eq!(saved, vec![(3 * round).to_le_bytes().to_vec(); 3]);
     }

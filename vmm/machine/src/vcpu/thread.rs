@@ -100,7 +100,7 @@ impl VcpuThread {
     }
 
     fn leave_and_save(&mut self) {
-        let finished = guarded(|| self.finish_io());
+        let finished = guarded(|| self.finish_io().and_then(|()| self.backend.settle()));
         let is_rehearsal = self.order.then() == Then::Run;
         let go_on = is_rehearsal.then(|| clock::now().after(REHEARSAL_MAX));
         self.shared.arrive(&self.shared.out);
