@@ -100,8 +100,12 @@ impl DestinationFactory for Factory {
         let endpoint = Arc::clone(&self.endpoint);
         let lease = self.devices.lend();
         let lease = lease.ok_or_else(|| failed(ACTION, "another guest has the network devices"))?;
-        let machine = Machine::waiting(&description, self.config.tracking, endpoint, lease)
-            .map_err(|error| failed(ACTION, error.to_string()))?;
+        let tracking = self.config.tracking;
+        let is_wanted = || request.check_wanted().is_ok();
+        let machine = Machine::waiting(&description, tracking, endpoint, lease, &is_wanted);
+        let machine = machine.map_err(|error| {
+            request.check_wanted().err().unwrap_or_else(|| failed(ACTION, error.to_string()))
+        })?;
         let machine = machine.shared();
         machine.serve_resets();
         request.check_wanted()?;

@@ -12,7 +12,7 @@ use crate::phase::{Event, Phase};
 use crate::power_on;
 use crate::reset::{Resets, Wish};
 use crate::saved::{Description, PowerOnKind, SavedMachine};
-use crate::vcpu::backend::{BackendError, Built, VmBackend};
+use crate::vcpu::backend::{BackendError, Built, VmBackend, check_wanted};
 use crate::vcpu::{Group, lock};
 use crate::{MachineError, SerialOut};
 use martlet_engine::RunState::{self, Paused, Running};
@@ -159,6 +159,7 @@ impl Machine {
             layout: &layout,
             has_image: image.is_some(),
             description: None,
+            is_wanted: &|| true,
         };
         let (memory, built) = build(&parts)?;
         let nics = Nics::new(lease, &memory)?;
@@ -186,12 +187,14 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Makes a machine that waits for the guest of this description.
+    /// Makes a machine that waits for the guest of this description; an error when it finds,
+    /// between two steps, that nobody wants it any more.
     pub(crate) fn waiting(
         description: &Description,
         tracking: Tracking,
         endpoint: Arc<Endpoint>,
         devices: Lease,
+        is_wanted: &dyn Fn() -> bool,
     ) -> Result<Machine, MachineError> {
         let parts = Parts {
             accel: description.accel,
@@ -200,9 +203,11 @@ impl Machine {
             layout: &description.memory,
             has_image: description.power_on.is_some(),
             description: Some(&description.backend),
+            is_wanted,
         };
         let (memory, built) = build(&parts)?;
         let nics = Nics::waiting(devices, &memory, &description.nics)?;
+        check_wanted(is_wanted)?;
         let machine = Machine::assemble(memory, built, nics, endpoint, |_, vcpu| vcpu.warm_up())?;
         if description.power_on == Some(PowerOnKind::Kernel) {
             machine.group.reset_at_triple_fault();
@@ -456,6 +461,8 @@ struct Parts<'a> {
     /// Whether its last range is for what the guest boots from.
     has_image: bool,
     description: Option<&'a [u8]>,
+    /// Asked between the steps, each of which may take the host a while.
+    is_wanted: &'a dyn Fn() -> bool,
 }
 
 fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
@@ -464,10 +471,12 @@ fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
         Accel::Kvm => {
             let ram = GuestRam::create(parts.layout).map_err(MachineError::Memory)?;
             let memory = Arc::new(with(Arc::new(ram)));
+            check_wanted(parts.is_wanted)?;
             let options = BuildOptions {
                 vcpus: parts.vcpus,
                 tracking: parts.tracking,
                 description: parts.description,
+                is_wanted: parts.is_wanted,
             };
             let built = kvm::build(&memory, &options)?;
             Ok((memory, built))
@@ -475,6 +484,7 @@ fn build(parts: &Parts<'_>) -> Result<(Arc<GuestMemory>, Built), MachineError> {
         #[cfg(feature = "threads")]
         Accel::Threads => {
             let ram = Arc::new(crate::threads::create_ram(parts.layout)?);
+            check_wanted(parts.is_wanted)?;
             let built = crate::threads::build(&ram, parts.vcpus, parts.description)?;
             Ok((Arc::new(with(ram)), built))
         }

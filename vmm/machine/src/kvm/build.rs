@@ -10,7 +10,7 @@ use super::vm::{KvmCore, KvmVm, Tracker};
 use super::warm::{WarmUp, WarmVcpu};
 use crate::Tracking;
 use crate::memory::GuestMemory;
-use crate::vcpu::backend::{BackendError, Built, VcpuBackend};
+use crate::vcpu::backend::{BackendError, Built, VcpuBackend, check_wanted};
 use kvm_bindings::{
     KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_NESTED_STATE,
     KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SREGS2, KVM_CAP_TSC_CONTROL, KVM_CAP_XSAVE2,
@@ -40,6 +40,8 @@ pub(crate) struct BuildOptions<'a> {
     pub(crate) tracking: Tracking,
     /// From the source's KVM; none for a new guest. At a destination the vCPUs will be warmed up.
     pub(crate) description: Option<&'a [u8]>,
+    /// Asked between the steps.
+    pub(crate) is_wanted: &'a dyn Fn() -> bool,
 }
 
 /// Whether there is a KVM that this process may use; the error says why not.
@@ -85,9 +87,11 @@ pub(crate) fn build(
     let core = KvmCore::new(fd, Arc::clone(memory.ram()))
         .map_err(BackendError::host("KVM_SET_USER_MEMORY_REGION"))?;
     let core = Arc::new(core);
+    // The tables that KVM makes for a large memory take their time.
+    check_wanted(options.is_wanted)?;
 
     let cpuid = described.as_ref().map_or(supported, |host| host.cpuid.clone());
-    let fds = create_vcpus(&core.fd, &cpuid, options.vcpus)?;
+    let fds = create_vcpus(&core.fd, &cpuid, options)?;
     let first = fds.first().ok_or_else(|| BackendError::state("a machine without vCPUs"))?;
     let wanted_khz = described.as_ref().map(|host| host.tsc_khz);
     let (tsc_khz, tsc_is_scaled) = set_tsc_rate(&core.fd, &fds, wanted_khz)?;
@@ -197,12 +201,13 @@ fn add_chips(fd: &VmFd) -> Result<(), BackendError> {
 fn create_vcpus(
     fd: &VmFd,
     entries: &[super::saved::SavedCpuid],
-    vcpus: u16,
+    options: &BuildOptions<'_>,
 ) -> Result<Vec<VcpuFd>, BackendError> {
-    (0..vcpus)
+    (0..options.vcpus)
         .map(|number| {
+            check_wanted(options.is_wanted)?;
             let vcpu = kvm("KVM_CREATE_VCPU", fd.create_vcpu(u64::from(number)))?;
-            let cpuid = cpuid::for_vcpu(entries, number, vcpus)?;
+            let cpuid = cpuid::for_vcpu(entries, number, options.vcpus)?;
             kvm("KVM_SET_CPUID2", vcpu.set_cpuid2(&cpuid))?;
             Ok(vcpu)
         })

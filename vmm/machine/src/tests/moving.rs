@@ -1,8 +1,11 @@
 use super::*;
+use crate::devices::Endpoint;
+use crate::devices::virtio::Devices;
 use crate::tests::Waited;
 use crate::{Factory, FactoryConfig, GuestStatus};
 use martlet_engine::RunState;
 use rustix::fs::SeekFrom;
+use std::cell::Cell;
 use std::task::Waker;
 
 /// Moves the guest of `source` to a new machine of this process.
@@ -106,6 +109,31 @@ fn memory_above_the_hole_is_the_guests_too() {
         assert!(machine.memory.write(Gpa(gfn * PAGE_SIZE), &[1]));
     }
     wait_for("a sample above the hole", || machine.guest_counters().unwrap().wrong_pages > 0);
+}
+
+/// A large machine takes its host a while.
+#[test]
+fn a_machine_that_nobody_wants_is_not_built_to_its_end() {
+    const VCPUS: u16 = 3;
+    if !has_kvm() {
+        return;
+    }
+    let description = running(&program("fill=1M,ws=1M,rate=1/ms", 16, VCPUS)).description();
+    let endpoint = Endpoint::open(&SerialOut::None).unwrap();
+    let built_while_wanted = |times: u32| {
+        let left = Cell::new(times);
+        let is_wanted = || left.replace(left.get().saturating_sub(1)) > 0;
+        let lease = Devices::new(Vec::new()).lend().unwrap();
+        let endpoint = Arc::clone(&endpoint);
+        Machine::waiting(&description, Tracking::Auto, endpoint, lease, &is_wanted)
+    };
+    // With the memory, with the VM, before each vCPU, and before the threads.
+    let steps = 3 + u32::from(VCPUS);
+    for times in 0..steps {
+        let error = built_while_wanted(times).err().expect("it is not wanted").to_string();
+        assert_eq!(error, "nobody wants it any more");
+    }
+    built_while_wanted(steps).expect("it is wanted to the end");
 }
 
 #[test]

@@ -89,6 +89,12 @@ impl BackendError {
     }
 }
 
+/// An error if a machine that is being built is not wanted any more.
+pub(crate) fn check_wanted(is_wanted: &dyn Fn() -> bool) -> Result<(), BackendError> {
+    let reason = "nobody wants it any more".to_owned();
+    if is_wanted() { Ok(()) } else { Err(BackendError::Unsupported { reason }) }
+}
+
 /// Where a vCPU of a new guest begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Start {
