@@ -23,6 +23,7 @@ use martlet_units::{Gpa, Instant, PageCount, PageRange};
 use martlet_vdpa::VdpaDevice;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::task::Waker;
 
 /// Why a guest stopped for good.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,6 +113,8 @@ pub(crate) struct Control {
     pub(crate) is_saving: bool,
     /// What was read for a state while they save themselves.
     pub(crate) early: Option<Early>,
+    /// A stop that has yet to begin, and who waits for it: the guest is reset first.
+    pub(crate) stop_wanted: Option<Waker>,
     /// The stop that the vCPUs were told is not wanted any more: they go on when all are out.
     pub(crate) is_withdrawn: bool,
 }
@@ -266,6 +269,7 @@ impl Machine {
             permit: None,
             is_saving: false,
             early: None,
+            stop_wanted: None,
             is_withdrawn: false,
         };
         let (control, resets) = (Mutex::new(control), Resets::default());

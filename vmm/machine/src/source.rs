@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::devices::virtio::NicPages;
-use crate::machine::{Control, EndCause, Machine};
+use crate::machine::{Control, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
 use martlet_engine::{
@@ -78,15 +78,17 @@ impl SourceVmm for Machine {
 
     fn begin_pause(&self, wake: &Waker) {
         let mut control = lock(&self.control);
-        if control.step("stop it", Event::BeginPause).is_ok() {
-            control.is_saving = true;
-            self.group.begin_save(Some(wake.clone()));
-        }
+        control.stop_wanted = Some(wake.clone());
+        self.begin_wanted_stop(&mut control);
     }
 
     fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
         const ACTION: &str = "stop the guest";
         let mut control = lock(&self.control);
+        self.begin_wanted_stop(&mut control);
+        if control.stop_wanted.is_some() {
+            return Poll::Pending;
+        }
         let Phase::Stopping(was) = control.phase else {
             self.let_devices_go();
             let error = failed(ACTION, format!("the guest {}", control.phase.describe()));
@@ -99,9 +101,15 @@ impl SourceVmm for Machine {
         if !self.group.are_out() {
             return Poll::Pending;
         }
-        if let Err(error) = self.check_alive(ACTION) {
+        if let Some(cause) = self.ended() {
             self.go_on_here(&mut control, was);
-            return Poll::Ready(Err(error));
+            return Poll::Ready(Err(failed(ACTION, format!("the guest has ended ({cause})"))));
+        }
+        if self.is_reset_asked() {
+            // Its wish would be lost on the way.
+            control.stop_wanted = Some(self.group.waker());
+            self.guest_goes_on_here(&mut control, was);
+            return Poll::Pending;
         }
         let permit = self.permit_of_stopped(&mut control);
         control.step("stop it", Event::AllOut).expect("it was stopping");
@@ -127,6 +135,7 @@ impl SourceVmm for Machine {
 
     fn cancel_stop(&self) {
         let mut control = lock(&self.control);
+        control.stop_wanted = None;
         if let Phase::Stopping(was) = control.phase {
             if self.group.are_out() {
                 return self.go_on_here(&mut control, was);
@@ -218,8 +227,32 @@ impl Machine {
         });
     }
 
+    /// Begins a stop that is wanted, unless the guest is being reset or about to be.
+    fn begin_wanted_stop(&self, control: &mut Control) {
+        let is_reset = match control.phase {
+            Phase::Resetting(_) => true,
+            Phase::Here(_) => self.is_reset_asked() && self.can_reset(),
+            Phase::Waiting | Phase::Stopping(_) | Phase::Switchover(_) | Phase::Gone => false,
+        };
+        if is_reset {
+            return;
+        }
+        if let Some(wake) = control.stop_wanted.take()
+            && control.step("stop it", Event::BeginPause).is_ok()
+        {
+            control.is_saving = true;
+            self.group.begin_save(Some(wake));
+        }
+    }
+
     /// The guest was told to stop, all vCPUs are out, and it goes on here as it was.
     fn go_on_here(&self, control: &mut Control, was: RunState) {
+        self.guest_goes_on_here(control, was);
+        self.let_devices_go();
+    }
+
+    /// The same for all but its devices.
+    fn guest_goes_on_here(&self, control: &mut Control, was: RunState) {
         self.forget_saves(control);
         let permit = self.permit_of_stopped(control);
         control.step("go on", Event::CannotLeave).expect("it was stopping");
@@ -227,23 +260,11 @@ impl Machine {
         if self.is_reset_asked() {
             self.group.ask_reset();
         }
-        self.let_devices_go();
     }
 
     fn permit_of_stopped(&self, control: &mut Control) -> RunPermit {
         let from_vcpus = self.group.wait_out();
         let permit = from_vcpus.or_else(|| control.permit.take());
         permit.expect("the permit of a guest that is here")
-    }
-
-    /// A guest that has ended has no future elsewhere either.
-    fn check_alive(&self, action: &'static str) -> Result<(), Error> {
-        match self.group.ended_because() {
-            Some(EndCause::Reset) if self.ended().is_none() => {
-                Err(failed(action, "the guest asked to be reset at this moment"))
-            }
-            Some(cause) => Err(failed(action, format!("the guest has ended ({cause})"))),
-            None => Ok(()),
-        }
     }
 }

@@ -158,6 +158,11 @@ impl Group {
         self.order_save(Then::Stay);
     }
 
+    /// Who is told of the last save's progress.
+    pub(crate) fn waker(&self) -> Waker {
+        self.shared.waker().unwrap_or_else(|| Waker::noop().clone())
+    }
+
     /// Whether all are out.
     pub(crate) fn are_out(&self) -> bool {
         self.shared.out.is_done()

@@ -121,6 +121,11 @@ impl Shared {
         *lock(&self.waker) = waker;
     }
 
+    /// Who is told of the last one's.
+    pub(crate) fn waker(&self) -> Option<Waker> {
+        lock(&self.waker).clone()
+    }
+
     /// A vCPU is out, or saved.
     pub(crate) fn arrive(&self, countdown: &Countdown) {
         if countdown.arrive()
