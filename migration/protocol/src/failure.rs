@@ -129,7 +129,7 @@ impl Failure {
 /// Why nobody here can know where the guest is. Displays as one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Doubt {
+pub enum UndecidedReason {
     /// The commit was sent and no answer to it came.
     #[error("the commit was sent but not confirmed: {0}")]
     Unconfirmed(Failure),

@@ -38,7 +38,7 @@ pub use destination::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationOutcome,
     DestinationPhase,
 };
-pub use failure::{Doubt, Failure, Fault};
+pub use failure::{Failure, Fault, UndecidedReason};
 pub use ledger::Ledger;
 pub use permit::{OperatorOverride, OperatorsWord, RunPermit};
 pub use source::{

@@ -1,5 +1,30 @@
 //! The form of the tables that both machines obey.
 
+/// Declares an enum each of whose values has words for a sentence.
+macro_rules! labelled {
+    ($(#[$of:meta])* $vis:vis enum $name:ident {
+        $($(#[$doc:meta])* $variant:ident = $label:literal,)*
+    }) => {
+        $(#[$of])*
+        $vis enum $name {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl $name {
+            #[cfg(test)]
+            pub(crate) const ALL: &'static [$name] = &[$($name::$variant),*];
+
+            /// For a sentence.
+            $vis fn label(self) -> &'static str {
+                match self {
+                    $($name::$variant => $label,)*
+                }
+            }
+        }
+    };
+}
+pub(crate) use labelled;
+
 /// What a machine does with a kind of event in one of its phases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reaction<Phase: 'static> {

@@ -32,7 +32,8 @@ use decide::Measures;
 use ending::Ending;
 use look::Peer;
 use martlet_protocol::{
-    Doubt, Failure, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
+    Failure, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
+    UndecidedReason,
 };
 use martlet_ram::RamBitmap;
 use martlet_units::{Instant, PageCount};
@@ -232,7 +233,7 @@ impl Attempt {
         let error = Error::new(Fault::Host, "", reason);
         if self.panics >= PANICS_MAX {
             // The machine itself does not get on. Whatever it holds, a stopped guest stays so.
-            let reason = Doubt::Unconfirmed(Failure::Host { reason: reason.to_owned() });
+            let reason = UndecidedReason::Unconfirmed(Failure::Host { reason: reason.to_owned() });
             self.ending.outcome.get_or_insert(SourceOutcome::Undecided { reason });
             self.precopy.is_tracking = false;
         }

@@ -3,38 +3,41 @@
 
 use super::types::{DestinationEvent, DestinationPhase};
 use crate::reaction::Reaction::{self, Act, Ignore, Misuse, PeerFault};
+use crate::reaction::labelled;
 use DestinationPhase::{
     Abandoned, Accepting, Armed, Arrived, Building, Committing, Receiving, Running, Starting,
     Waiting,
 };
 use martlet_wire::frame::Kind as MessageKind;
 
-/// Kinds of events. `Got...` are messages of the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Kind {
-    GotSetup,
-    GotRehearse,
-    GotSwitchoverSoon,
-    GotFinalState,
-    GotAskDigest,
-    GotCommit,
-    GotAbandon,
-    GotPing,
-    GotDestinationMessage,
-    Built,
-    HostFailed,
-    ChannelsConnected,
-    RoundReceived,
-    StateLoaded,
-    OwnDigest,
-    Started,
-    Alive,
-    Cancel,
-    ChannelLost,
-    Malformed,
-    ControlLost,
-    Silence,
-    Deadline,
+labelled! {
+    /// Kinds of events. `Got...` are messages of the peer.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub(crate) enum Kind {
+        GotSetup = "Setup",
+        GotRehearse = "Rehearse",
+        GotSwitchoverSoon = "SwitchoverSoon",
+        GotFinalState = "FinalState",
+        GotAskDigest = "AskDigest",
+        GotCommit = "Commit",
+        GotAbandon = "Abandon",
+        GotPing = "Ping",
+        GotDestinationMessage = "a message that no source sends here",
+        Built = "a built machine",
+        HostFailed = "a failure of its host",
+        ChannelsConnected = "connected channels",
+        RoundReceived = "a round",
+        StateLoaded = "a loaded state",
+        OwnDigest = "a digest",
+        Started = "a started guest",
+        Alive = "a sign of life",
+        Cancel = "a cancel",
+        ChannelLost = "a lost channel",
+        Malformed = "a malformed message",
+        ControlLost = "a lost control connection",
+        Silence = "silence",
+        Deadline = "a deadline",
+    }
 }
 
 impl Kind {
@@ -68,35 +71,6 @@ impl Kind {
             MessageKind::ABANDON => Kind::GotAbandon,
             MessageKind::PING => Kind::GotPing,
             _ => Kind::GotDestinationMessage,
-        }
-    }
-
-    /// For a sentence.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Kind::GotSetup => "Setup",
-            Kind::GotRehearse => "Rehearse",
-            Kind::GotSwitchoverSoon => "SwitchoverSoon",
-            Kind::GotFinalState => "FinalState",
-            Kind::GotAskDigest => "AskDigest",
-            Kind::GotCommit => "Commit",
-            Kind::GotAbandon => "Abandon",
-            Kind::GotPing => "Ping",
-            Kind::GotDestinationMessage => "a message that no source sends here",
-            Kind::Built => "a built machine",
-            Kind::HostFailed => "a failure of its host",
-            Kind::ChannelsConnected => "connected channels",
-            Kind::RoundReceived => "a round",
-            Kind::StateLoaded => "a loaded state",
-            Kind::OwnDigest => "a digest",
-            Kind::Started => "a started guest",
-            Kind::Alive => "a sign of life",
-            Kind::Cancel => "a cancel",
-            Kind::ChannelLost => "a lost channel",
-            Kind::Malformed => "a malformed message",
-            Kind::ControlLost => "a lost control connection",
-            Kind::Silence => "silence",
-            Kind::Deadline => "a deadline",
         }
     }
 }
@@ -198,36 +172,3 @@ fn on_end(phase: DestinationPhase, kind: Kind) -> Reaction<DestinationPhase> {
         (Running, _) | (Starting | Arrived | Abandoned, _) => Ignore,
     }
 }
-
-#[cfg(test)]
-pub(crate) const PHASES: [DestinationPhase; 10] = [
-    Waiting, Building, Accepting, Receiving, Armed, Committing, Starting, Running, Arrived,
-    Abandoned,
-];
-
-#[cfg(test)]
-pub(crate) const KINDS: [Kind; 23] = [
-    Kind::GotSetup,
-    Kind::GotRehearse,
-    Kind::GotSwitchoverSoon,
-    Kind::GotFinalState,
-    Kind::GotAskDigest,
-    Kind::GotCommit,
-    Kind::GotAbandon,
-    Kind::GotPing,
-    Kind::GotDestinationMessage,
-    Kind::Built,
-    Kind::HostFailed,
-    Kind::ChannelsConnected,
-    Kind::RoundReceived,
-    Kind::StateLoaded,
-    Kind::OwnDigest,
-    Kind::Started,
-    Kind::Alive,
-    Kind::Cancel,
-    Kind::ChannelLost,
-    Kind::Malformed,
-    Kind::ControlLost,
-    Kind::Silence,
-    Kind::Deadline,
-];

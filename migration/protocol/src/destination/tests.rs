@@ -1,7 +1,7 @@
 //! The destination alone: its table, every cell of it, and what it promises.
 
 use super::state::{Check, Load, Lost, State};
-use super::table::{KINDS, Kind, PHASES, fallback, reaction};
+use super::table::{Kind, fallback, reaction};
 use super::{
     Destination, DestinationAction, DestinationConfig, DestinationEvent, DestinationPhase, Input,
 };
@@ -138,15 +138,15 @@ fn machine(rounds: u32, state: State) -> Destination {
 
 #[test]
 fn the_table_is_as_reviewed() {
-    insta::assert_snapshot!(print_table(&PHASES, &KINDS, reaction, fallback));
+    insta::assert_snapshot!(print_table(DestinationPhase::ALL, Kind::ALL, reaction, fallback));
 }
 
 #[test]
 fn all_states_and_kinds_are_tried() {
-    for phase in PHASES {
+    for &phase in DestinationPhase::ALL {
         assert!(states().iter().any(|state| state.phase() == phase), "{phase:?}");
     }
-    for kind in KINDS {
+    for &kind in Kind::ALL {
         assert!(inputs().iter().any(|(of, _)| *of == kind), "{kind:?}");
     }
 }

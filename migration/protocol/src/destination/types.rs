@@ -3,6 +3,7 @@
 use crate::Failure;
 use crate::clock_key::ClockKey;
 use crate::permit::RunPermit;
+use crate::reaction::labelled;
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Control, Setup};
 use martlet_wire::frame::Kind;
@@ -134,48 +135,34 @@ pub enum DestinationOutcome {
     },
 }
 
-/// Where an attempt stands at the destination.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DestinationPhase {
-    /// Connected; no `Setup` yet.
-    Waiting,
-    /// The machine is being built.
-    Building,
-    /// Data channels are being let in.
-    Accepting,
-    /// Rounds come in.
-    Receiving,
-    /// The guest is being stopped at the source; its last pages and its state come in.
-    Armed,
-    /// The commit is here, something else is not yet.
-    Committing,
-    /// The guest is being started.
-    Starting,
-    /// The guest runs, or is paused, and the source knows.
-    Running,
-    /// The guest is here.
-    Arrived,
-    /// The guest never ran here and never will.
-    Abandoned,
+labelled! {
+    /// Where an attempt stands at the destination.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum DestinationPhase {
+        /// Connected; no `Setup` yet.
+        Waiting = "waiting for the setup",
+        /// The machine is being built.
+        Building = "building the machine",
+        /// Data channels are being let in.
+        Accepting = "waiting for data channels",
+        /// Rounds come in.
+        Receiving = "receiving memory",
+        /// The guest is being stopped at the source; its last pages and its state come in.
+        Armed = "receiving the last pages and the state",
+        /// The commit is here, something else is not yet.
+        Committing = "completing the commit",
+        /// The guest is being started.
+        Starting = "starting the guest",
+        /// The guest runs, or is paused, and the source knows.
+        Running = "waiting for the guest's first sign of life",
+        /// The guest is here.
+        Arrived = "arrived",
+        /// The guest never ran here and never will.
+        Abandoned = "abandoned",
+    }
 }
 
 impl DestinationPhase {
-    /// What is being done, for a sentence.
-    pub fn label(self) -> &'static str {
-        match self {
-            DestinationPhase::Waiting => "waiting for the setup",
-            DestinationPhase::Building => "building the machine",
-            DestinationPhase::Accepting => "waiting for data channels",
-            DestinationPhase::Receiving => "receiving memory",
-            DestinationPhase::Armed => "receiving the last pages and the state",
-            DestinationPhase::Committing => "completing the commit",
-            DestinationPhase::Starting => "starting the guest",
-            DestinationPhase::Running => "waiting for the guest's first sign of life",
-            DestinationPhase::Arrived => "arrived",
-            DestinationPhase::Abandoned => "abandoned",
-        }
-    }
-
     /// Whether nothing more will happen.
     pub fn is_over(self) -> bool {
         match self {

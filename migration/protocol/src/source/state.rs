@@ -2,7 +2,7 @@
 
 use super::types::{Decision, SourceAction, SourceEvent, SourceOutcome, SourcePhase};
 use super::{Input, Source};
-use crate::failure::{Doubt, Failure};
+use crate::failure::{Failure, UndecidedReason};
 use crate::limits;
 use crate::permit::{CommittedPermit, OperatorOverride, Refusal, RunPermit};
 use core::mem;
@@ -491,11 +491,11 @@ impl Source {
                     return State::Completed;
                 }
                 Fate::Pending if has_time => return State::Committing { lost },
-                Fate::Pending => Doubt::Pending,
+                Fate::Pending => UndecidedReason::Pending,
                 Fate::Abandoned | Fate::Unknown => unreachable!("is a proof"),
             }
         } else {
-            Doubt::OtherProcess
+            UndecidedReason::OtherProcess
         };
         self.finish(SourceOutcome::Undecided { reason });
         State::Undecided
@@ -544,7 +544,7 @@ impl Source {
             }
             State::Committing { lost } => {
                 let lost = lost.map(|reason| Failure::ControlLost { reason });
-                let reason = Doubt::Unconfirmed(lost.unwrap_or(failure));
+                let reason = UndecidedReason::Unconfirmed(lost.unwrap_or(failure));
                 self.finish(SourceOutcome::Undecided { reason });
                 State::Undecided
             }

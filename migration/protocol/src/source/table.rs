@@ -4,49 +4,52 @@
 use super::types::{Decision, SourceEvent, SourcePhase};
 use crate::permit::OperatorOverride;
 use crate::reaction::Reaction::{self, Act, Ignore, Misuse, PeerFault};
+use crate::reaction::labelled;
 use SourcePhase::{
     Cancelled, Committing, Comparing, Completed, Confirming, Connecting, Deciding, Failed, GivenUp,
     Pausing, Rehearsing, Sending, SettingUp, Switching, Undecided, Withdrawing,
 };
 use martlet_wire::control::Control;
 
-/// Kinds of events. `Got...` are messages of the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Kind {
-    GotSetupDone,
-    GotChannelsReady,
-    GotRoundReceived,
-    GotRehearsed,
-    GotDigest,
-    GotCommitted,
-    GotCommitRefused,
-    GotAlive,
-    GotAbandon,
-    GotPong,
-    GotUnaskedPong,
-    GotSourceMessage,
-    ChannelsConnected,
-    RoundSent,
-    RehearsalDone,
-    DecidedNextRound,
-    DecidedRehearseAgain,
-    DecidedSwitchover,
-    Paused,
-    LastRoundSent,
-    StateSaved,
-    OwnDigest,
-    ChannelsMove,
-    CalledOff,
-    Fate,
-    OverriddenRunHere,
-    OverriddenGiveUp,
-    Cancel,
-    HostFailed,
-    ChannelLost,
-    ControlLost,
-    Malformed,
-    Silence,
-    Deadline,
+labelled! {
+    /// Kinds of events. `Got...` are messages of the peer.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub(crate) enum Kind {
+        GotSetupDone = "SetupDone",
+        GotChannelsReady = "ChannelsReady",
+        GotRoundReceived = "RoundReceived",
+        GotRehearsed = "Rehearsed",
+        GotDigest = "Digest",
+        GotCommitted = "Committed",
+        GotCommitRefused = "CommitRefused",
+        GotAlive = "Alive",
+        GotAbandon = "Abandon",
+        GotPong = "Pong",
+        GotUnaskedPong = "a Pong that nobody asked for",
+        GotSourceMessage = "a message that only a source sends",
+        ChannelsConnected = "connected channels",
+        RoundSent = "a sent round",
+        RehearsalDone = "a rehearsal",
+        DecidedNextRound = "a decision",
+        DecidedRehearseAgain = "a decision",
+        DecidedSwitchover = "a decision",
+        Paused = "a paused guest",
+        LastRoundSent = "a sent last round",
+        StateSaved = "a saved state",
+        OwnDigest = "a digest",
+        ChannelsMove = "moving channels",
+        CalledOff = "a stop that was called off",
+        Fate = "a fate",
+        OverriddenRunHere = "an operator's override",
+        OverriddenGiveUp = "an operator's override",
+        Cancel = "a cancel",
+        HostFailed = "a host failure",
+        ChannelLost = "a lost channel",
+        ControlLost = "a lost control connection",
+        Malformed = "what is no message",
+        Silence = "silence",
+        Deadline = "a deadline",
+    }
 }
 
 impl Kind {
@@ -101,45 +104,6 @@ impl Kind {
             | Control::Ping(_)
             | Control::Query(_)
             | Control::Answer(_) => Kind::GotSourceMessage,
-        }
-    }
-
-    /// For a sentence.
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Kind::GotSetupDone => "SetupDone",
-            Kind::GotChannelsReady => "ChannelsReady",
-            Kind::GotRoundReceived => "RoundReceived",
-            Kind::GotRehearsed => "Rehearsed",
-            Kind::GotDigest => "Digest",
-            Kind::GotCommitted => "Committed",
-            Kind::GotCommitRefused => "CommitRefused",
-            Kind::GotAlive => "Alive",
-            Kind::GotAbandon => "Abandon",
-            Kind::GotPong => "Pong",
-            Kind::GotUnaskedPong => "a Pong that nobody asked for",
-            Kind::GotSourceMessage => "a message that only a source sends",
-            Kind::ChannelsConnected => "connected channels",
-            Kind::RoundSent => "a sent round",
-            Kind::RehearsalDone => "a rehearsal",
-            Kind::DecidedNextRound | Kind::DecidedRehearseAgain | Kind::DecidedSwitchover => {
-                "a decision"
-            }
-            Kind::Paused => "a paused guest",
-            Kind::LastRoundSent => "a sent last round",
-            Kind::StateSaved => "a saved state",
-            Kind::OwnDigest => "a digest",
-            Kind::ChannelsMove => "moving channels",
-            Kind::CalledOff => "a stop that was called off",
-            Kind::Fate => "a fate",
-            Kind::OverriddenRunHere | Kind::OverriddenGiveUp => "an operator's override",
-            Kind::Cancel => "a cancel",
-            Kind::HostFailed => "a host failure",
-            Kind::ChannelLost => "a lost channel",
-            Kind::ControlLost => "a lost control connection",
-            Kind::Malformed => "what is no message",
-            Kind::Silence => "silence",
-            Kind::Deadline => "a deadline",
         }
     }
 }
@@ -302,61 +266,3 @@ fn on_lost_peer(phase: SourcePhase) -> Reaction<SourcePhase> {
         Undecided | Withdrawing | Completed | Failed | Cancelled | GivenUp => Ignore,
     }
 }
-
-#[cfg(test)]
-pub(crate) const PHASES: [SourcePhase; 16] = [
-    SettingUp,
-    Connecting,
-    Sending,
-    Rehearsing,
-    Deciding,
-    Pausing,
-    Switching,
-    Comparing,
-    Committing,
-    Undecided,
-    Withdrawing,
-    Confirming,
-    Completed,
-    Failed,
-    Cancelled,
-    GivenUp,
-];
-
-#[cfg(test)]
-pub(crate) const KINDS: [Kind; 34] = [
-    Kind::GotSetupDone,
-    Kind::GotChannelsReady,
-    Kind::GotRoundReceived,
-    Kind::GotRehearsed,
-    Kind::GotDigest,
-    Kind::GotCommitted,
-    Kind::GotCommitRefused,
-    Kind::GotAlive,
-    Kind::GotAbandon,
-    Kind::GotPong,
-    Kind::GotUnaskedPong,
-    Kind::GotSourceMessage,
-    Kind::ChannelsConnected,
-    Kind::RoundSent,
-    Kind::RehearsalDone,
-    Kind::DecidedNextRound,
-    Kind::DecidedRehearseAgain,
-    Kind::DecidedSwitchover,
-    Kind::Paused,
-    Kind::LastRoundSent,
-    Kind::StateSaved,
-    Kind::OwnDigest,
-    Kind::ChannelsMove,
-    Kind::CalledOff,
-    Kind::Fate,
-    Kind::OverriddenRunHere,
-    Kind::OverriddenGiveUp,
-    Kind::Cancel,
-    Kind::HostFailed,
-    Kind::ChannelLost,
-    Kind::ControlLost,
-    Kind::Malformed,
-    Kind::Silence,
-    Kind::Deadline,
-];

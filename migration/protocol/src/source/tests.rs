@@ -1,13 +1,13 @@
 //! The source alone: its table, every cell of it, and the fate of the permit.
 
 use super::state::{Right, State};
-use super::table::{KINDS, Kind, PHASES, fallback, reaction};
+use super::table::{Kind, fallback, reaction};
 use super::{
     Decision, Input, Source, SourceAction, SourceConfig, SourceEvent, SourceOutcome, SourcePhase,
 };
 use crate::clock_key::ClockKey;
 use crate::reaction::{Reaction, print_table};
-use crate::{Doubt, Failure, OperatorOverride, OperatorsWord, RunPermit, limits};
+use crate::{Failure, OperatorOverride, OperatorsWord, RunPermit, UndecidedReason, limits};
 use core::time::Duration;
 use martlet_units::Instant;
 use martlet_wire::control::{
@@ -185,15 +185,15 @@ fn permits(source: &Source) -> usize {
 
 #[test]
 fn the_table_is_as_reviewed() {
-    insta::assert_snapshot!(print_table(&PHASES, &KINDS, reaction, fallback));
+    insta::assert_snapshot!(print_table(SourcePhase::ALL, Kind::ALL, reaction, fallback));
 }
 
 #[test]
 fn all_states_and_kinds_are_tried() {
-    for phase in PHASES {
+    for &phase in SourcePhase::ALL {
         assert!(states().iter().any(|state| state.phase() == phase), "{phase:?}");
     }
-    for kind in KINDS {
+    for &kind in Kind::ALL {
         assert!(inputs().iter().any(|(of, _)| *of == kind), "{kind:?}");
     }
 }
@@ -263,6 +263,13 @@ fn check_cell(mut source: Source, kind: Kind, input: Input) {
     let had = permits(&source);
     let brings = matches!(input, Input::Event(SourceEvent::Paused { .. }));
     let told = format!("{from:?} {kind:?}");
+    let is_all_sent = match (&source.state, &input) {
+        (State::Switching { pages_sent, state_sent, .. }, Input::Event(event)) => {
+            (*pages_sent || matches!(event, SourceEvent::LastRoundSent { .. }))
+                && (*state_sent || matches!(event, SourceEvent::StateSaved { .. }))
+        }
+        _ => true,
+    };
     source.advance(T0, kind, input);
     let to = source.phase();
 
@@ -285,6 +292,7 @@ fn check_cell(mut source: Source, kind: Kind, input: Input) {
     let committing =
         source.actions.iter().any(|a| matches!(a, SourceAction::Send(Control::Commit(_))));
     assert_eq!(committing, to == SourcePhase::Committing && from != to, "{told}");
+    assert!(is_all_sent || !committing, "{told}: a commit before the last pages or the state");
     let resuming = source.actions.iter().any(|a| matches!(a, SourceAction::Resume { .. }));
     assert!(!(committing && resuming), "{told}");
 }
@@ -343,18 +351,18 @@ fn undecided_stays_so_until_something_is_proved() {
         reason.to_string(),
         "the commit was sent but not confirmed: control connection lost: a reason"
     );
-    for (instance, fate, doubt) in [
-        (HERE, Fate::Pending, Doubt::Pending),
-        (ELSEWHERE, Fate::Unknown, Doubt::OtherProcess),
-        (ELSEWHERE, Fate::Abandoned, Doubt::OtherProcess),
-        (ELSEWHERE, Fate::Committed, Doubt::OtherProcess),
+    for (instance, fate, why) in [
+        (HERE, Fate::Pending, UndecidedReason::Pending),
+        (ELSEWHERE, Fate::Unknown, UndecidedReason::OtherProcess),
+        (ELSEWHERE, Fate::Abandoned, UndecidedReason::OtherProcess),
+        (ELSEWHERE, Fate::Committed, UndecidedReason::OtherProcess),
     ] {
         source.on_event(T0, SourceEvent::Fate(Answer { instance, fate }));
         let told = actions(&mut source);
         let [SourceAction::Finish(SourceOutcome::Undecided { reason })] = &told[..] else {
             panic!("{fate:?} {told:?}");
         };
-        assert_eq!(*reason, doubt);
+        assert_eq!(*reason, why);
     }
     assert_eq!(source.poll_timeout(), None);
     source.on_event(T0, SourceEvent::Cancel { reason: some_reason() });
@@ -379,7 +387,7 @@ fn the_destinations_promise_brings_the_guest_back() {
 }
 
 #[test]
-fn an_operator_ends_the_doubt_where_the_destination_is_gone() {
+fn an_operator_decides_where_the_destination_is_gone() {
     for answer in [None, Some(Answer { instance: ELSEWHERE, fate: Fate::Unknown })] {
         let mut source = undecided();
         actions(&mut source);
@@ -414,7 +422,7 @@ fn the_destination_knows_better_than_an_operator() {
 }
 
 #[test]
-fn nothing_but_doubt_can_be_overridden() {
+fn only_an_undecided_attempt_can_be_overridden() {
     let mut source = machine(false, State::Committing { lost: None });
     source.on_event(T0, SourceEvent::Overridden { by: run_here(), answer: None });
     assert_eq!(source.phase(), SourcePhase::Committing);

@@ -2,7 +2,8 @@
 
 use crate::clock_key::ClockKey;
 use crate::permit::{OperatorOverride, RunPermit};
-use crate::{Doubt, Failure};
+use crate::reaction::labelled;
+use crate::{Failure, UndecidedReason};
 use core::time::Duration;
 use martlet_wire::control::{Alive, Answer, Committed, Control, Setup};
 
@@ -103,7 +104,7 @@ pub enum SourceEvent {
     /// The destination's answer to a query about this attempt, once the commit was sent. Each one
     /// while it is undecided is answered by a [`SourceAction::Finish`].
     Fate(Answer),
-    /// An operator wants to end the doubt, and the destination was asked just before. If the
+    /// An operator wants to end it, and the destination was asked just before. If the
     /// process that got the commit answered, its answer counts and not the operator.
     Overridden {
         /// What the operator wants.
@@ -185,70 +186,50 @@ pub enum SourceOutcome {
     /// with [`SourceEvent::Fate`].
     Undecided {
         /// Why nobody here can know.
-        reason: Doubt,
+        reason: UndecidedReason,
     },
 }
 
-/// Where an attempt stands at the source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SourcePhase {
-    /// `Setup` was sent.
-    SettingUp,
-    /// Data channels are being opened.
-    Connecting,
-    /// A round is being sent.
-    Sending,
-    /// The VMM, then the destination, rehearse the switchover.
-    Rehearsing,
-    /// The policy decides.
-    Deciding,
-    /// The guest is being stopped.
-    Pausing,
-    /// The guest is stopped; its last pages and its state go over.
-    Switching,
-    /// Both sides digest their memory.
-    Comparing,
-    /// The right to run the guest was sent.
-    Committing,
-    /// It was sent, and it is not known whether it arrived.
-    Undecided,
-    /// The attempt has failed; the guest, about to be stopped, has to be set running again.
-    Withdrawing,
-    /// The guest has left; the destination may say how it is.
-    Confirming,
-    /// The guest has left.
-    Completed,
-    /// The guest is here.
-    Failed,
-    /// The guest is here: the owner cancelled.
-    Cancelled,
-    /// The guest was given up by its operator.
-    GivenUp,
+labelled! {
+    /// Where an attempt stands at the source.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum SourcePhase {
+        /// `Setup` was sent.
+        SettingUp = "setting up the destination",
+        /// Data channels are being opened.
+        Connecting = "opening data channels",
+        /// A round is being sent.
+        Sending = "sending a round",
+        /// The VMM, then the destination, rehearse the switchover.
+        Rehearsing = "rehearsing the switchover",
+        /// The policy decides.
+        Deciding = "deciding",
+        /// The guest is being stopped.
+        Pausing = "stopping the guest",
+        /// The guest is stopped; its last pages and its state go over.
+        Switching = "sending the last pages and the state",
+        /// Both sides digest their memory.
+        Comparing = "comparing memory",
+        /// The right to run the guest was sent.
+        Committing = "handing the guest over",
+        /// It was sent, and it is not known whether it arrived.
+        Undecided = "undecided",
+        /// The attempt has failed; the guest, about to be stopped, has to be set running again.
+        Withdrawing = "withdrawing",
+        /// The guest has left; the destination may say how it is.
+        Confirming = "waiting for the guest's first sign of life",
+        /// The guest has left.
+        Completed = "completed",
+        /// The guest is here.
+        Failed = "failed",
+        /// The guest is here: the owner cancelled.
+        Cancelled = "cancelled",
+        /// The guest was given up by its operator.
+        GivenUp = "given up",
+    }
 }
 
 impl SourcePhase {
-    /// What is being done, for a sentence.
-    pub fn label(self) -> &'static str {
-        match self {
-            SourcePhase::SettingUp => "setting up the destination",
-            SourcePhase::Connecting => "opening data channels",
-            SourcePhase::Sending => "sending a round",
-            SourcePhase::Rehearsing => "rehearsing the switchover",
-            SourcePhase::Deciding => "deciding",
-            SourcePhase::Pausing => "stopping the guest",
-            SourcePhase::Switching => "sending the last pages and the state",
-            SourcePhase::Comparing => "comparing memory",
-            SourcePhase::Committing => "handing the guest over",
-            SourcePhase::Undecided => "undecided",
-            SourcePhase::Withdrawing => "withdrawing",
-            SourcePhase::Confirming => "waiting for the guest's first sign of life",
-            SourcePhase::Completed => "completed",
-            SourcePhase::Failed => "failed",
-            SourcePhase::Cancelled => "cancelled",
-            SourcePhase::GivenUp => "given up",
-        }
-    }
-
     /// Whether nothing more will happen by itself.
     pub fn is_over(self) -> bool {
         match self {
