@@ -229,7 +229,7 @@ impl Destination {
                 self.on_round_end(*end).map_err(Failure::Peer)
             }
             (message, phase) => {
-                Err(PeerFault::Place { kind: message.kind(), phase: phase.name() }.into())
+                Err(PeerFault::Place { kind: message.kind(), phase: format!("{phase:?}") }.into())
             }
         };
         match done {

@@ -14,7 +14,7 @@ pub enum PeerFault {
         /// Number of its kind.
         kind: u16,
         /// Where this side stands.
-        phase: &'static str,
+        phase: String,
     },
     /// Terms that were not offered.
     #[error("the destination changed {0}, which was not its to change")]

@@ -44,9 +44,7 @@ pub use destination::{Destination, DestinationAction, DestinationConfig, MARKER_
 pub use failure::{Failure, PeerFault};
 pub use heartbeat::{HEARTBEAT_DEADLINE, HEARTBEAT_INTERVAL};
 pub use layout::{Layout, LayoutError, PageSpan, STRIPE_BYTES_MIN, UNITS_MAX, UnitIndex};
-pub use source::{
-    Counters, Drain, MESSAGE_BYTES_MAX, Offered, Source, SourceAction, SourceConfig, Unsound,
-};
+pub use source::{Counters, Drain, MESSAGE_BYTES_MAX, Offered, Source, SourceAction, SourceConfig};
 pub use work::{
     LocalKey, Post, QueueIndex, Registered, RemoteKey, Work, WorkCompletion, WorkSequence,
     WorkStatus,

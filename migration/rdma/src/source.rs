@@ -3,7 +3,7 @@
 mod feed;
 mod types;
 
-pub use types::{Counters, Drain, MESSAGE_BYTES_MAX, Offered, SourceAction, SourceConfig, Unsound};
+pub use types::{Counters, Drain, MESSAGE_BYTES_MAX, Offered, SourceAction, SourceConfig};
 
 use super::PageSpan;
 use super::failure::{Failure, PeerFault};
@@ -254,7 +254,7 @@ impl Source {
                 self.zeros.on_done(*sequence).map_err(Failure::Peer)
             }
             (message, phase) => {
-                Err(PeerFault::Place { kind: message.kind(), phase: phase.name() }.into())
+                Err(PeerFault::Place { kind: message.kind(), phase: format!("{phase:?}") }.into())
             }
         };
         match done {
@@ -418,11 +418,8 @@ impl Source {
         }
         let written = self.queues.iter().all(Queue::is_settled);
         let zeroed = self.zeros.is_settled();
-        let unsound = self.config.unsound;
         let last = matches!(draining.why, Drain::Round { last: true, .. });
-        if !((written || unsound.skip_drain && !last)
-            && (zeroed || unsound.skip_zero_acknowledgement && !last))
-        {
+        if !(written && zeroed) {
             return;
         }
         self.draining = None;
@@ -495,7 +492,7 @@ impl Source {
             }
             (_, None) => {
                 let kind = RdmaMessage::Revoked { rounds }.kind();
-                return Err(PeerFault::Place { kind, phase: self.phase.name() }.into());
+                return Err(PeerFault::Place { kind, phase: format!("{:?}", self.phase) }.into());
             }
         };
         // It closed its queue pairs behind the last marker; the acknowledgement of that marker may

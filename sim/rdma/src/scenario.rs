@@ -7,7 +7,7 @@ use crate::guest::Guest;
 use crate::joint::{Joint, JointConfig, Note};
 use martlet_fault_plan::FaultPlan;
 use martlet_ram::{Run, RunKind};
-use martlet_rdma::{DestinationConfig, Drain, HEARTBEAT_DEADLINE, Offered, SourceConfig, Unsound};
+use martlet_rdma::{DestinationConfig, Drain, HEARTBEAT_DEADLINE, Offered, SourceConfig};
 use martlet_simulation::Chance;
 use martlet_units::Instant;
 use martlet_verbs_model::{Fault, Network, Params, Point, Side, Status};
@@ -22,8 +22,6 @@ const STEPS_MAX: u64 = 400_000;
 pub struct Options {
     /// Decides everything else.
     pub seed: u64,
-    /// What the source leaves out.
-    pub unsound: Unsound,
     /// How often a request fails, in a million; 0 is never.
     pub faults_per_million: u32,
     /// After a failure pages take another way at once, without waiting for the revocation. For a
@@ -36,8 +34,7 @@ pub struct Options {
 impl Options {
     /// As it should be, without faults.
     pub fn sound(seed: u64) -> Options {
-        let unsound = Unsound::NOT;
-        Options { seed, unsound, faults_per_million: 0, impatient: false, cut_at: None }
+        Options { seed, faults_per_million: 0, impatient: false, cut_at: None }
     }
 }
 
@@ -114,7 +111,7 @@ const APART: u64 = 0x5bd1_e995_9d1d_cafe;
 pub fn run(options: Options) -> Outcome {
     let mut chance = Chance::new(Chance::new(options.seed ^ APART).bits());
     let regions: Vec<u64> = (0..chance.between(1, 3)).map(|_| chance.between(40, 1_000)).collect();
-    let source = source_config(&mut chance, options.unsound);
+    let source = source_config(&mut chance);
     let destination = DestinationConfig {
         queues_max: u16::try_from(chance.between(1, 5)).expect("small"),
         pinned_bytes_max: if chance.once_in(3) { 3 << 20 } else { u64::MAX },
@@ -157,7 +154,7 @@ pub fn run(options: Options) -> Outcome {
     world.outcome
 }
 
-fn source_config(chance: &mut Chance, unsound: Unsound) -> SourceConfig {
+fn source_config(chance: &mut Chance) -> SourceConfig {
     let size =
         |chance: &mut Chance, low, high| usize::try_from(chance.between(low, high)).expect("small");
     SourceConfig {
@@ -171,7 +168,6 @@ fn source_config(chance: &mut Chance, unsound: Unsound) -> SourceConfig {
         units_ahead: size(chance, 0, 4),
         messages_waiting_max: size(chance, 2, 64),
         unit_writes_max: if chance.once_in(6) { 1 } else { u32::MAX },
-        unsound,
     }
 }
 

@@ -20,7 +20,7 @@
 use crate::joint::{Joint, JointConfig, Note};
 use martlet_fault_plan::FaultPlan;
 use martlet_ram::{RegionIndex, Run, RunKind};
-use martlet_rdma::{DestinationConfig, Drain, Offered, PageSpan, SourceConfig, Unsound};
+use martlet_rdma::{DestinationConfig, Drain, Offered, PageSpan, SourceConfig};
 use martlet_units::{Instant, PAGE_SIZE};
 use martlet_verbs_model::{Network, NoMemory, Params};
 use martlet_wire::rdma::Pinning;
@@ -161,7 +161,6 @@ impl Way {
                 units_ahead: 0,
                 messages_waiting_max: if self == Way::Before { 1 } else { 512 },
                 unit_writes_max: if self == Way::Before { 1 } else { u32::MAX },
-                unsound: Unsound::NOT,
             },
             Way::Martlet => SourceConfig {
                 chunk_bytes,

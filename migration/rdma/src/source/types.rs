@@ -31,8 +31,6 @@ pub struct SourceConfig {
     /// Writes in flight in one unit. No limit makes sense but for comparison: RDMA migration had
     /// 1 for twelve years.
     pub unit_writes_max: u32,
-    /// For proofs.
-    pub unsound: Unsound,
 }
 
 impl SourceConfig {
@@ -48,23 +46,7 @@ impl SourceConfig {
         units_ahead: 16,
         messages_waiting_max: 512,
         unit_writes_max: u32::MAX,
-        unsound: Unsound::NOT,
     };
-}
-
-/// Leaves out what makes RDMA migration correct, so that a test can show that it is needed and
-/// that the checker sees it. The last round is drained all the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unsound {
-    /// An epoch ends although writes are in flight.
-    pub skip_drain: bool,
-    /// An epoch ends although zero lists are not acknowledged.
-    pub skip_zero_acknowledgement: bool,
-}
-
-impl Unsound {
-    /// Leaves nothing out.
-    pub const NOT: Unsound = Unsound { skip_drain: false, skip_zero_acknowledgement: false };
 }
 
 /// Which epoch ended.
