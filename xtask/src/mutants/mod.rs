@@ -7,9 +7,8 @@
 mod list;
 mod tree;
 
-use list::MUTATIONS;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 use std::time::Instant;
@@ -18,8 +17,9 @@ use tree::{Ended, Tree};
 pub(crate) const USAGE: &str = "usage: cargo xtask mutants [--only NAME]... [--list] [--json]
 
 Puts one fault after the other into a copy of the sources, and fails if the test that is named for
-it does not. --only takes the mutations whose names contain NAME. --list names all, and builds
-nothing. The copy and what is built of it are in target/mutants.";
+it does not. Each test must pass first as long as there is no fault. --only takes the mutations
+whose names or tests contain NAME. --list names all, and builds nothing. --json prints one object at the end,
+and what is being done on standard error. The copy and what is built of it are in target/mutants.";
 
 /// A fault, and what must catch it.
 pub(crate) struct Mutation {
@@ -82,6 +82,10 @@ enum Outcome {
     Survived,
     /// The mutated sources don't compile: the fault can't be made any more, or the text is wrong.
     DoesNotBuild,
+    /// The test does not pass without the fault, so that its failure would say nothing.
+    FailsAnyway,
+    /// There is no test of that name.
+    NoTest,
 }
 
 impl Outcome {
@@ -91,13 +95,17 @@ impl Outcome {
             Outcome::Hung => "hung",
             Outcome::Survived => "SURVIVED",
             Outcome::DoesNotBuild => "DOES NOT BUILD",
+            Outcome::FailsAnyway => "FAILS ANYWAY",
+            Outcome::NoTest => "NO SUCH TEST",
         }
     }
 
     fn is_caught(self) -> bool {
         match self {
             Outcome::Caught | Outcome::Hung => true,
-            Outcome::Survived | Outcome::DoesNotBuild => false,
+            Outcome::Survived | Outcome::DoesNotBuild | Outcome::FailsAnyway | Outcome::NoTest => {
+                false
+            }
         }
     }
 }
@@ -127,7 +135,8 @@ impl Options {
     }
 
     fn wants(&self, mutation: &Mutation) -> bool {
-        self.only.is_empty() || self.only.iter().any(|part| mutation.name.contains(part.as_str()))
+        let text = format!("{} {}", mutation.name, mutation.test);
+        self.only.is_empty() || self.only.iter().any(|part| text.contains(part.as_str()))
     }
 }
 
@@ -135,41 +144,61 @@ impl Options {
 pub(crate) fn run(arguments: &[&str]) -> Result<(), String> {
     let options = Options::parse(arguments)?;
     check_all(&crate::root())?;
-    let chosen: Vec<&Mutation> = MUTATIONS.iter().filter(|one| options.wants(one)).collect();
+    let chosen: Vec<&Mutation> = list::all().filter(|one| options.wants(one)).collect();
     if chosen.is_empty() {
         return Err("no mutation has such a name; see --list".to_owned());
     }
     if options.list {
         for mutation in &chosen {
-            println!("{:<36} {}", mutation.name, mutation.test);
+            println!("{:<44} {}", mutation.name, mutation.test);
         }
         return Ok(());
     }
-    let tree = Tree::copy()?;
-    check_tests(&tree, &chosen)?;
+    let began = Instant::now();
+    let mut bench = Bench { tree: Tree::copy()?, sound: BTreeMap::new() };
     let mut rows = Vec::new();
-    let mut survivors = Vec::new();
-    for mutation in &chosen {
+    let mut missed = Vec::new();
+    for (number, mutation) in (1..).zip(&chosen) {
         let began = Instant::now();
-        let outcome = put_to_test(&tree, mutation)?;
+        if options.json {
+            eprintln!("{number}/{}: {}", chosen.len(), mutation.name);
+        }
+        let outcome = bench.put_to_test(mutation)?;
         let seconds = began.elapsed().as_secs();
         if !options.json {
-            println!("{:<36} {:<15} {seconds:>4} s", mutation.name, outcome.word());
+            println!("{:<44} {:<15} {seconds:>4} s", mutation.name, outcome.word());
         }
         rows.push(row(mutation, outcome, seconds));
         if !outcome.is_caught() {
-            survivors.push(format!("{}: {}, by {}", mutation.name, outcome.word(), mutation.test));
+            missed.push(format!("{}: {}, by {}", mutation.name, outcome.word(), mutation.test));
         }
     }
+    let (count, seconds) = (chosen.len(), began.elapsed().as_secs());
+    let caught = count - missed.len();
     if options.json {
-        println!("{}", json!({ "mutations": rows, "survivors": survivors.len() }));
+        let object = json!({
+            "mutations": rows,
+            "count": count,
+            "caught": caught,
+            "tests": bench.sound.len(),
+            "seconds": seconds,
+        });
+        println!("{object}");
+    } else {
+        println!(
+            "{count} mutations of {} files, {} tests, {seconds} s: {caught} caught",
+            files(&chosen),
+            bench.sound.len()
+        );
     }
-    if survivors.is_empty() {
+    if missed.is_empty() {
         return Ok(());
     }
-    Err(format!("{} of {} not caught\n       {}", survivors.len(), chosen.len(), {
-        survivors.join("\n       ")
-    }))
+    Err(format!("{} of {count} not caught\n       {}", missed.len(), missed.join("\n       ")))
+}
+
+fn files(mutations: &[&Mutation]) -> usize {
+    mutations.iter().map(|mutation| mutation.file).collect::<BTreeSet<_>>().len()
 }
 
 fn row(mutation: &Mutation, outcome: Outcome, seconds: u64) -> Value {
@@ -182,38 +211,51 @@ fn row(mutation: &Mutation, outcome: Outcome, seconds: u64) -> Value {
     })
 }
 
-/// Every test passes as long as there is no fault; or its failure would say nothing.
-fn check_tests(tree: &Tree, chosen: &[&Mutation]) -> Result<(), String> {
-    let tests: BTreeSet<Test> = chosen.iter().map(|mutation| mutation.test).collect();
-    for test in tests {
-        if !tree.builds(test)? {
-            return Err(format!("{test}: does not build"));
-        }
-        match tree.run(test)? {
-            Ended::Passed => {}
-            Ended::Failed => return Err(format!("{test}: fails without any fault")),
-            Ended::NotFound => return Err(format!("{test}: there is no such test")),
-            Ended::TooLate => return Err(format!("{test}: does not end without any fault")),
-        }
-    }
-    Ok(())
+/// The copy, and what is known of the tests in it.
+struct Bench {
+    tree: Tree,
+    /// Whether a test can say something: what is wrong with it, if not.
+    sound: BTreeMap<Test, Option<Outcome>>,
 }
 
-fn put_to_test(tree: &Tree, mutation: &Mutation) -> Result<Outcome, String> {
-    let text = tree.read(mutation.file)?;
-    tree.write(mutation.file, &mutated(mutation, &text)?)?;
-    let outcome = if matches!(mutation.test, Test::Doc(..)) || tree.builds(mutation.test)? {
-        match tree.run(mutation.test)? {
-            Ended::Passed => Ok(Outcome::Survived),
-            Ended::Failed => Ok(Outcome::Caught),
-            Ended::TooLate => Ok(Outcome::Hung),
-            Ended::NotFound => Err(format!("{}: there is no such test", mutation.test)),
+impl Bench {
+    /// Whether the test passes as long as there is no fault; what is wrong with it, if not.
+    fn wrong_with(&mut self, test: Test) -> Result<Option<Outcome>, String> {
+        if let Some(known) = self.sound.get(&test) {
+            return Ok(*known);
         }
-    } else {
-        Ok(Outcome::DoesNotBuild)
-    };
-    tree.write(mutation.file, &text)?;
-    outcome
+        let wrong = if self.tree.builds(test)? {
+            match self.tree.run(test)? {
+                Ended::Passed => None,
+                Ended::Failed | Ended::TooLate => Some(Outcome::FailsAnyway),
+                Ended::NotFound => Some(Outcome::NoTest),
+            }
+        } else {
+            Some(Outcome::FailsAnyway)
+        };
+        self.sound.insert(test, wrong);
+        Ok(wrong)
+    }
+
+    fn put_to_test(&mut self, mutation: &Mutation) -> Result<Outcome, String> {
+        if let Some(wrong) = self.wrong_with(mutation.test)? {
+            return Ok(wrong);
+        }
+        let text = self.tree.read(mutation.file)?;
+        self.tree.write(mutation.file, &mutated(mutation, &text)?)?;
+        let outcome = if self.tree.builds(mutation.test)? {
+            match self.tree.run(mutation.test)? {
+                Ended::Passed => Outcome::Survived,
+                Ended::Failed => Outcome::Caught,
+                Ended::TooLate => Outcome::Hung,
+                Ended::NotFound => Outcome::NoTest,
+            }
+        } else {
+            Outcome::DoesNotBuild
+        };
+        self.tree.write(mutation.file, &text)?;
+        Ok(outcome)
+    }
 }
 
 /// The file's text with the fault in it.
@@ -230,7 +272,7 @@ fn mutated(mutation: &Mutation, text: &str) -> Result<String, String> {
 /// Every mutation can still be made.
 fn check_all(root: &Path) -> Result<(), String> {
     let mut wrong = Vec::new();
-    for mutation in MUTATIONS {
+    for mutation in list::all() {
         let path = root.join(mutation.file);
         let text = std::fs::read_to_string(&path);
         let made = text
@@ -248,9 +290,9 @@ mod tests {
     #[test]
     fn every_mutation_can_be_made_and_has_a_name_of_its_own() {
         check_all(&crate::root()).expect("the list is current");
-        let names: BTreeSet<&str> = MUTATIONS.iter().map(|mutation| mutation.name).collect();
-        assert_eq!(names.len(), MUTATIONS.len());
-        assert!(MUTATIONS.iter().all(|mutation| mutation.from != mutation.to));
+        let names: BTreeSet<&str> = list::all().map(|mutation| mutation.name).collect();
+        assert_eq!(names.len(), list::all().count());
+        assert!(list::all().all(|mutation| mutation.from != mutation.to));
     }
 
     #[test]
