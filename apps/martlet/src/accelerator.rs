@@ -116,7 +116,7 @@ pub(crate) fn hardware(files: &[PathBuf]) -> Result<DsaFinders, String> {
     for file in files {
         let opened = martlet_dsa::open(Path::new(DEVICES), file).map_err(|error| chain(&error))?;
         let device = QueueName::of_path(file).map_or(0, |name| name.device);
-        let profile = DeviceProfile { node: opened.node, ..DeviceProfile::default() };
+        let profile = DeviceProfile::default();
         info!(queue = opened.queue.name(), submitter = ?opened.submitter, "opened");
         queues.push(DsaQueue { queue: opened.queue, device, profile });
     }

@@ -95,8 +95,6 @@ pub struct Device {
     pub number: u16,
     /// Its version.
     pub version: Option<Version>,
-    /// Its NUMA node; `None` if the host has only one.
-    pub node: Option<u16>,
     /// Whether it has the process address spaces that ENQCMD and SVA need. Without them ENQCMD is a
     /// general protection fault.
     pub pasid: bool,
@@ -194,8 +192,6 @@ fn device(devices: &Path, number: u16) -> Device {
     Device {
         number,
         version: read.number("version").map(Version),
-        // The node of a host with one is -1.
-        node: read.number("numa_node"),
         pasid: read.is("pasid_enabled", "1"),
         enabled: read.is("state", "enabled"),
         operations: read.operations("op_cap"),

@@ -12,8 +12,6 @@ pub struct Ask {
     pub pages_min: u32,
     /// Whether the engine has pages with a device already.
     pub has_pending: bool,
-    /// The NUMA node of the memory, as the engine was told.
-    pub node: Option<u16>,
     /// Which channel asks, as the engine was told.
     pub channel: u16,
 }

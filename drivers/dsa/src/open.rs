@@ -36,8 +36,6 @@ pub struct Opened {
     pub queue: Arc<WorkQueue>,
     /// How descriptors get there.
     pub submitter: Submitter,
-    /// The NUMA node of its device.
-    pub node: Option<u16>,
 }
 
 /// Opens a work queue by its device file, like `/dev/dsa/wq0.0`; `devices` is
@@ -78,7 +76,7 @@ pub fn open(devices: &Path, file: &Path) -> Result<Opened, OpenError> {
     let limits = device.limits(&queue, submitter == Submitter::Write);
     let wait = Arc::new(HostWait::for_process_addresses(instructions));
     let queue = WorkQueue::new(text, portal, wait, limits);
-    Ok(Opened { queue, submitter, node: device.node })
+    Ok(Opened { queue, submitter })
 }
 
 /// A mapped portal.

@@ -40,8 +40,6 @@ pub struct EngineConfig {
     pub batch_pages: u32,
     /// Fewer pages than this are the CPU's: it has checked them before a device would answer.
     pub offload_pages_min: u32,
-    /// The NUMA node of the memory, for the gate's choice of a device.
-    pub node: Option<u16>,
     /// The number of the channel, for the gate.
     pub channel: u16,
 }
@@ -52,7 +50,6 @@ impl Default for EngineConfig {
             deadline: Duration::from_millis(5),
             batch_pages: 128,
             offload_pages_min: 8,
-            node: None,
             channel: 0,
         }
     }

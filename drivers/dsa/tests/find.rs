@@ -29,7 +29,6 @@ fn sapphire_rapids(root: &Path) {
         "dsa2",
         &[
             ("version", "0x100"),
-            ("numa_node", "1"),
             ("pasid_enabled", "1"),
             ("state", "enabled"),
             ("op_cap", operations),
@@ -79,7 +78,7 @@ fn a_hosts_devices_are_read_as_linux_shows_them() {
     sapphire_rapids(&root);
     let devices = find(&root).unwrap();
     let [device] = &devices[..] else { panic!("{devices:?}") };
-    assert_eq!((device.number, device.version, device.node), (2, Some(Version::V1), Some(1)));
+    assert_eq!((device.number, device.version), (2, Some(Version::V1)));
     assert!(device.pasid && device.enabled);
     assert_eq!((device.batch_max, device.transfer_bytes_max), (Some(1024), Some(2 << 30)));
     assert!(device.operations.unwrap().has(Opcode::COMPVAL));
@@ -122,13 +121,7 @@ fn nonsense_is_no_device_and_no_number() {
     put(
         &root,
         "dsa0",
-        &[
-            ("version", "x"),
-            ("numa_node", "-1"),
-            ("max_batch_size", &long),
-            ("op_cap", ",,"),
-            ("pasid_enabled", ""),
-        ],
+        &[("version", "x"), ("max_batch_size", &long), ("op_cap", ",,"), ("pasid_enabled", "")],
     );
     put(&root, "wq0.0", &[("mode", "both"), ("size", "-5"), ("state", "enabled")]);
     for name in ["dsa", "dsa-1", "dsa99999", "dsa+1", "wq0", "wq0.", "wq.0", "wq0.0.0", "wq00x.1"] {
@@ -137,7 +130,7 @@ fn nonsense_is_no_device_and_no_number() {
     std::fs::write(root.join("wq0.1"), "a file").unwrap();
     let devices = find(&root).unwrap();
     let [device] = &devices[..] else { panic!("{devices:?}") };
-    assert_eq!((device.version, device.node, device.batch_max), (None, None, None));
+    assert_eq!((device.version, device.batch_max), (None, None));
     assert_eq!((device.operations, device.pasid), (None, false));
     assert_eq!((device.queues[0].mode, device.queues[0].size), (None, 0));
     assert!(device.obstacle(&device.queues[0]).is_some());

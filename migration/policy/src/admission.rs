@@ -63,8 +63,6 @@ impl OffloadPolicy {
 /// What is known of a device before anything was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceProfile {
-    /// Its NUMA node; `None` if the host does not say.
-    pub node: Option<u16>,
     /// How long a page takes it when it is busy.
     pub page_time: Duration,
     /// How long an answer takes in addition when it is idle.
@@ -74,11 +72,7 @@ pub struct DeviceProfile {
 impl Default for DeviceProfile {
     /// Sapphire Rapids: 31.7 GB/s of reads, which one engine reaches already, and 1 us.
     fn default() -> DeviceProfile {
-        DeviceProfile {
-            node: None,
-            page_time: Duration::from_nanos(129),
-            latency: Duration::from_micros(1),
-        }
+        DeviceProfile { page_time: Duration::from_nanos(129), latency: Duration::from_micros(1) }
     }
 }
 
@@ -116,8 +110,6 @@ impl AdmissionConfig {
 pub struct Request {
     /// Its length.
     pub pages: u32,
-    /// The NUMA node of the memory, if known.
-    pub node: Option<u16>,
     /// Which channel asks. [`OffloadPolicy::Block`] binds a channel to a device by this number.
     pub channel: u16,
 }
@@ -417,7 +409,7 @@ impl Admission {
         let cpu_ps = if part.has_pending || !is_fresh { undisturbed_ps } else { measured_ps };
         let disturbed_ps = cpu_ps - undisturbed_ps;
         let earlier_ps = undisturbed_ps / 8 * EARLIER_EIGHTHS + disturbed_ps / 5;
-        let (times, patience) = match self.config.policy {
+        let (times, limit_ps) = match self.config.policy {
             OffloadPolicy::AdaptiveSaving => {
                 let times = u64::from(self.config.saving_multiple.max(1));
                 (times, cpu_ps.saturating_mul(times))
@@ -429,7 +421,7 @@ impl Admission {
         };
         let best = self.least_loaded(now, request, &others)?;
         let device = &mut self.devices[best];
-        let pages = device.allows(now, request, part.pages_min, others(best), patience, times)?;
+        let pages = device.allows(now, request, part.pages_min, others(best), limit_ps, times)?;
         Some((best, pages))
     }
 }

@@ -10,7 +10,7 @@ fn admission(policy: OffloadPolicy, devices: usize) -> Admission {
 }
 
 fn ask(admission: &mut Admission, now: u64, others: &[u64]) -> Option<Grant> {
-    let request = Request { pages: BATCH, node: None, channel: 0 };
+    let request = Request { pages: BATCH, channel: 0 };
     match admission.decide(Instant(now), request, others) {
         Decision::Cpu => None,
         Decision::Offload(grant) => Some(grant),
@@ -76,7 +76,7 @@ fn saving_waits_for_a_multiple_of_the_cpus_time() {
 fn block_is_bound_to_a_device_by_its_channel() {
     let mut admission = admission(OffloadPolicy::Block, 2);
     for channel in 0..4 {
-        let request = Request { pages: BATCH, node: None, channel };
+        let request = Request { pages: BATCH, channel };
         let Decision::Offload(grant) = admission.decide(Instant(0), request, &[1 << 40]) else {
             panic!("the series never asks how long it would take")
         };
@@ -86,12 +86,9 @@ fn block_is_bound_to_a_device_by_its_channel() {
 }
 
 #[test]
-fn the_near_device_is_preferred_and_load_decides_between_equals() {
-    let near = DeviceProfile { node: Some(1), ..DeviceProfile::default() };
-    let far = DeviceProfile { node: Some(0), ..DeviceProfile::default() };
-    let config = AdmissionConfig::new(OffloadPolicy::CpuWhenFull);
-    let mut admission = Admission::new(config, &[far, near, near]);
-    let request = Request { pages: BATCH, node: Some(1), channel: 0 };
+fn load_decides_between_equal_devices() {
+    let mut admission = admission(OffloadPolicy::CpuWhenFull, 3);
+    let request = Request { pages: BATCH, channel: 0 };
     let mut devices = Vec::new();
     for _ in 0..4 {
         match admission.decide(Instant(0), request, &[]) {
@@ -99,8 +96,7 @@ fn the_near_device_is_preferred_and_load_decides_between_equals() {
             Decision::Cpu => panic!("nothing is full"),
         }
     }
-    // Two on the near ones, then the far one is a quarter slower but idle.
-    assert_eq!(devices, [1, 2, 0, 1]);
+    assert_eq!(devices, [0, 1, 2, 0]);
 }
 
 #[test]
@@ -187,7 +183,7 @@ fn a_batch_that_is_done_but_not_collected_is_no_backlog() {
 fn a_part_is_what_the_device_has_done_when_the_cpu_alone_would_be() {
     let mut admission = admission(OffloadPolicy::Adaptive, 1);
     let part = |admission: &mut Admission| {
-        let request = Request { pages: BATCH, node: None, channel: 0 };
+        let request = Request { pages: BATCH, channel: 0 };
         let part = Part { pages_min: 16, has_pending: false };
         match admission.decide_part(Instant(0), request, part, &[]) {
             Decision::Cpu => 0,
@@ -365,7 +361,7 @@ proptest! {
             let latency = Latency::Measured(Duration::from_nanos(other >> 30));
             let outcome = match kind {
                 0..=3 => {
-                    let request = Request { pages, node: Some(u16::from(kind)), channel: 7 };
+                    let request = Request { pages, channel: 7 };
                     let decision = admission.decide(Instant(now), request, &[other]);
                     if let Decision::Offload(grant) = decision {
                         prop_assert_eq!(grant.pages, pages);

@@ -158,8 +158,8 @@ impl Convergence {
     /// Whether another round would not make the blackout noticeably shorter. Does not depend on
     /// the limit, so that a lower limit never makes a migration switch over earlier.
     fn is_polished(&self, result: &RoundResult, near_best: bool) -> bool {
-        let patience = if near_best { STAGNANT_ROUNDS } else { STAGNANT_ROUNDS_IN_A_BURST };
-        is_small(result) || self.stagnant_rounds >= patience || self.rounds >= POLISH_ROUNDS_MAX
+        let rounds_max = if near_best { STAGNANT_ROUNDS } else { STAGNANT_ROUNDS_IN_A_BURST };
+        is_small(result) || self.stagnant_rounds >= rounds_max || self.rounds >= POLISH_ROUNDS_MAX
     }
 
     /// Raises the throttle if the guest keeps dirtying memory faster than the link carries it.

@@ -189,7 +189,7 @@ impl Host {
         let channel = &mut self.channels[at];
         channel.stashed = false;
         channel.packet.begin = self.now;
-        let request = Request { pages: PACKET_PAGES, node: None, channel: channel.bound };
+        let request = Request { pages: PACKET_PAGES, channel: channel.bound };
         let admission = &mut self.vms[vm].admission;
         let asks_again = asks_again && !admission.cpu_is_due();
         let part = Part { pages_min: PART_MIN, has_pending: !channel.pending.is_empty() };

@@ -308,7 +308,7 @@ impl World {
     fn decide(&mut self, lane: usize) {
         let has_pending = !self.lanes[lane].pending.is_empty();
         let waits = has_pending && !self.admission.cpu_is_due();
-        let request = Request { pages: PACKET_PAGES, node: None, channel: 0 };
+        let request = Request { pages: PACKET_PAGES, channel: 0 };
         let part = Part { pages_min: PACKET_PAGES, has_pending };
         self.lanes[lane].asks_again = false;
         match self.admission.decide_part(self.instant(), request, part, &[]) {

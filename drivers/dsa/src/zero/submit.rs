@@ -150,8 +150,8 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let now = first.wait().now();
         let has_pending = self.has_busy_slot();
         let asks_again = has_pending && self.gate.asks_again();
-        let (node, channel) = (self.config.node, self.config.channel);
-        let ask = Ask { pages, pages_min, has_pending, node, channel };
+        let channel = self.config.channel;
+        let ask = Ask { pages, pages_min, has_pending, channel };
         let Some(grant) = self
             .gate
             .admit(now, ask)

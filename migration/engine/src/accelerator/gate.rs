@@ -80,8 +80,8 @@ impl Gate for PolicyGate {
                 *waiting = tokens.others(now, *device);
             }
         }
-        let Ask { pages, pages_min, has_pending, node, channel } = ask;
-        let request = Request { pages, node, channel };
+        let Ask { pages, pages_min, has_pending, channel } = ask;
+        let request = Request { pages, channel };
         let part = Part { pages_min, has_pending };
         match admission.decide_part(now, request, part, others) {
             Decision::Cpu => None,

@@ -29,9 +29,6 @@ const FULL_PAUSE_MAX: Duration = Duration::from_millis(50);
 const FAILED_PAUSE: Duration = Duration::from_millis(100);
 /// The longest such time.
 const FAILED_PAUSE_MAX: Duration = Duration::from_secs(60);
-/// What memory of another NUMA node costs: a quarter more. Enough to prefer the near device of two
-/// equals, not enough to wait for it.
-const REMOTE_QUARTERS: u64 = 5;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -47,7 +44,6 @@ enum State {
 /// One device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Device {
-    node: Option<u16>,
     state: State,
     failed_pause: Duration,
     latency_ps: u64,
@@ -75,7 +71,6 @@ impl Device {
     pub(super) fn new(profile: &DeviceProfile) -> Device {
         let page_ps = picoseconds(profile.page_time).max(1);
         Device {
-            node: profile.node,
             state: State::Up,
             failed_pause: FAILED_PAUSE,
             latency_ps: picoseconds(profile.latency),
@@ -119,17 +114,11 @@ impl Device {
 
     fn expected_at_ps(&self, page_ps: u64, request: Request, ahead: u64) -> u64 {
         let pages = ahead.saturating_add(request.pages.into());
-        let expected = page_ps.saturating_mul(pages).saturating_add(self.latency_ps);
-        self.of_node(request, expected)
-    }
-
-    fn of_node(&self, request: Request, time: u64) -> u64 {
-        let remote = request.node.is_some() && self.node.is_some() && request.node != self.node;
-        if remote { time.saturating_mul(REMOTE_QUARTERS) / 4 } else { time }
+        page_ps.saturating_mul(pages).saturating_add(self.latency_ps)
     }
 
     /// How many pages of this batch it may be given, `least` or more, if they are to be done within
-    /// `patience` picoseconds. The limit counts batches that wait for each other: it is `times` as
+    /// `limit_ps` picoseconds. The limit counts batches that wait for each other: it is `times` as
     /// high if waiting is allowed.
     pub(super) fn allows(
         &mut self,
@@ -137,7 +126,7 @@ impl Device {
         request: Request,
         least: u32,
         others: u64,
-        patience_ps: u64,
+        limit_ps: u64,
         times: u64,
     ) -> Option<u32> {
         if self.full_until > now {
@@ -149,7 +138,7 @@ impl Device {
             outstanding => limit.saturating_sub(outstanding),
         };
         let ahead = self.backlog(now).saturating_add(others);
-        let in_all = self.pages_within(request, patience_ps);
+        let in_all = self.pages_within(limit_ps);
         let pages = room.min(in_all.saturating_sub(ahead)).min(request.pages.into());
         // Batches share a device evenly, so many small parts would hold up a large one. With parts of
         // three quarters of what it does in time, one begins when the one before is nearly done.
@@ -159,7 +148,7 @@ impl Device {
         }
         let page_ps = self.profile_page_ps;
         let only_its_past = room >= request.pages.into()
-            && self.expected_at_ps(page_ps, request, ahead) <= patience_ps;
+            && self.expected_at_ps(page_ps, request, ahead) <= limit_ps;
         self.refused = self.refused.saturating_add(u32::from(only_its_past));
         if !only_its_past || self.outstanding > 0 || self.refused < self.probe_after {
             return None;
@@ -170,9 +159,8 @@ impl Device {
     }
 
     /// How many pages, of everybody, it has done after this time.
-    fn pages_within(&self, request: Request, patience_ps: u64) -> u64 {
-        let page_ps = self.of_node(request, self.page_ps).max(1);
-        patience_ps.saturating_sub(self.of_node(request, self.latency_ps)) / page_ps
+    fn pages_within(&self, limit_ps: u64) -> u64 {
+        limit_ps.saturating_sub(self.latency_ps) / self.page_ps.max(1)
     }
 
     /// Counts pages as given to it, behind those of `others`.
