@@ -26,13 +26,22 @@ impl GuestRam {
     /// # Errors
     /// A [`LostPage`](crate::LostPage) if the host can't read a page, else what the host refused.
     pub fn digest(&self) -> io::Result<[u8; 32]> {
+        self.digest_while(|| true)
+    }
+
+    /// As [`GuestRam::digest`], as long as somebody wants it, which is asked about every half
+    /// megabyte.
+    ///
+    /// # Errors
+    /// Besides: `Interrupted` if nobody does any more.
+    pub fn digest_while(&self, is_wanted: impl Fn() -> bool) -> io::Result<[u8; 32]> {
         let mut digest = Digest {
             pages: blake3::Hasher::new(),
             content: blake3::Hasher::new(),
             buffer: vec![0; BUFFER_BYTES],
         };
         for (index, region) in (0..).map(RegionIndex).zip(self.regions()) {
-            digest.add_region(self, index, region)?;
+            digest.add_region(self, index, region, &is_wanted)?;
         }
         Ok(digest.finish())
     }
@@ -52,6 +61,7 @@ impl Digest {
         ram: &GuestRam,
         index: RegionIndex,
         region: &RamRegion,
+        is_wanted: &impl Fn() -> bool,
     ) -> io::Result<()> {
         let range = region.range();
         for number in [u64::from(index.0), range.start().0, range.pages().0] {
@@ -63,6 +73,9 @@ impl Digest {
         for run in touched.runs() {
             let mut next = run.start;
             while next < run.end {
+                if !is_wanted() {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
                 let end = run.end.min(next + step);
                 self.add_pages(region, next..end)
                     .map_err(|page| io::Error::from(ram.lost(index, page.min(end - 1))))?;
@@ -205,6 +218,20 @@ mod tests {
             ram.digest().unwrap()
         };
         assert_ne!(with_last(1), with_last(2));
+    }
+
+    #[test]
+    fn a_digest_that_nobody_wants_any_more_ends() {
+        let ram = regions(&[400]);
+        (0..400).for_each(|page| write_page(&ram, 0, page, 1));
+        let asked = std::cell::Cell::new(0);
+        let wanted = |times| {
+            asked.set(0);
+            ram.digest_while(|| asked.replace(asked.get() + 1) < times)
+        };
+        assert_eq!(wanted(2).unwrap_err().kind(), io::ErrorKind::Interrupted);
+        assert_eq!(asked.get(), 3);
+        assert_eq!(wanted(100).unwrap(), ram.digest().unwrap());
     }
 
     #[test]

@@ -54,6 +54,7 @@ pub(super) fn run(
         joined: Vec::new(),
         rdma: None,
         builder: None,
+        machine: Arc::default(),
     };
     let mut attempt = Attempt::new(&mut io, config, setup);
     let served = host::guarded(|| serve(&mut attempt, &mut io));
@@ -121,6 +122,8 @@ struct Threads {
     /// The connection beside the queue pairs, if guest memory comes by RDMA.
     rdma: Option<Stream>,
     builder: Option<Builder>,
+    /// Goes with the machine: whoever digests its memory sees by that that nobody wants it any more.
+    machine: Arc<()>,
 }
 
 impl Threads {
@@ -273,13 +276,15 @@ impl DestinationIo for Threads {
         self.shared.drop_channels();
         self.joined.clear();
         self.rdma = None;
+        self.machine = Arc::new(());
     }
 
     fn digest(&mut self, ram: &Arc<GuestRam>) {
         let (ram, events) = (Arc::clone(ram), Arc::clone(&self.events));
+        let machine = Arc::downgrade(&self.machine);
         let doing = "digest guest memory";
         let computing = host::spawn("martlet-digest", move || {
-            let digest = host::guarded(|| ram.digest());
+            let digest = host::guarded(|| ram.digest_while(|| machine.strong_count() > 0));
             events.post(Event::Digested(match digest {
                 Ok(digest) => digest.map_err(|error| Error::caused(Fault::Host, doing, error)),
                 Err(panic) => Err(Error::new(Fault::Host, doing, panic)),

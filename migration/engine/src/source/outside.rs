@@ -42,6 +42,8 @@ pub(super) struct Outside<'ram> {
     waker: Waker,
     lanes: Option<OpenLanes<'ram>>,
     cpu_before: Duration,
+    /// Goes with the attempt, which who digests the memory for it sees by that.
+    alive: Arc<()>,
 }
 
 struct OpenLanes<'ram> {
@@ -77,6 +79,7 @@ impl<'ram> Outside<'ram> {
             control: ControlLink::new(stream, Reader::Source),
             lanes: None,
             cpu_before: host::process_cpu(),
+            alive: Arc::default(),
         }
     }
 
@@ -234,9 +237,9 @@ impl SourceIo for Outside<'_> {
                 self.aside("martlet-rehearse", source::Event::Rehearsed, move || vmm.rehearse());
             }
             Work::Digest => {
-                let ram = Arc::clone(self.ram);
+                let (ram, attempt) = (Arc::clone(self.ram), Arc::downgrade(&self.alive));
                 self.aside("martlet-digest", source::Event::Digested, move || {
-                    let digest = ram.digest();
+                    let digest = ram.digest_while(|| attempt.strong_count() > 0);
                     digest.map_err(|e| Error::caused(Fault::Host, "digest guest memory", e))
                 });
             }
