@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 use std::collections::HashMap;
-use std::process::Command;
 
 /// Zones from the top to the bottom. A crate may depend on its own zone and those below, but see
 /// [`SIBLINGS_APART`] and [`SIDEWAYS_FORBIDDEN`].
@@ -29,14 +28,7 @@ const OUTSIDE: [&str; 1] = ["xtask"];
 /// Reads `cargo metadata` and the sources of what does no I/O: fails on an arrow that goes up, and on
 /// a thread, a socket or a clock where there must be none.
 pub(crate) fn check() -> Result<(), String> {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version", "1", "--no-deps"])
-        .current_dir(crate::root())
-        .output()
-        .map_err(|error| format!("cargo metadata does not start: {error}"))?;
-    let metadata: Value = serde_json::from_slice(&output.stdout)
-        .map_err(|error| format!("cargo metadata printed no JSON: {error}"))?;
-    let mut wrong = wrong_arrows(&metadata)?;
+    let mut wrong = wrong_arrows(&crate::metadata()?)?;
     let names = crate::tracked()?;
     wrong.extend(crate::sans_io::check(&crate::root(), names.split('\0')));
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n       ")) }

@@ -4,6 +4,7 @@ mod api;
 mod layers;
 mod metal;
 mod mutants;
+mod package;
 mod peers;
 mod sans_io;
 mod tidy;
@@ -12,7 +13,8 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 const USAGE: &str =
-    "usage: cargo xtask check | fmt | clippy | layers | tidy | api | mutants | worlds | peers | metal
+    "usage: cargo xtask check | fmt | clippy | layers | tidy | api | package | mutants | worlds |
+                    peers | metal
 
   check    everything below, in order
   fmt      rustfmt, without changing a file
@@ -21,6 +23,7 @@ const USAGE: &str =
   tidy     house rules that no other tool knows
   api      the interface of the engine is the one that is written down; --write writes it
 
+  package  packages what is meant for publication; that it can be is a part of check
   mutants  puts faults into a copy of the sources and wants a test to fail for each; see --help
   worlds   plays what ships in simulated worlds: --seeds A..B at random, --sweep N thoroughly
   peers    moves one guest with QEMU and with martlet and compares; see cargo xtask peers --help
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
             .and_then(|()| layers::check())
             .and_then(|()| tidy::check(&root()))
             .and_then(|()| api::check(&root()))
+            .and_then(|()| package::check())
             .and_then(|()| clippy()),
         ["fmt"] => fmt(),
         ["clippy"] => clippy(),
@@ -45,6 +49,11 @@ fn main() -> ExitCode {
             println!("{USAGE}");
             Ok(())
         }
+        ["package", "--help"] => {
+            println!("{}", package::USAGE);
+            Ok(())
+        }
+        ["package", options @ ..] => package::run(options),
         ["mutants", "--help"] => {
             println!("{}", mutants::USAGE);
             Ok(())
@@ -101,6 +110,17 @@ fn cargo(arguments: &[&str]) -> Result<(), String> {
         .status()
         .map_err(|error| format!("cargo does not start: {error}"))?;
     if status.success() { Ok(()) } else { Err(format!("cargo {} failed", arguments[0])) }
+}
+
+/// What cargo knows of this workspace's crates.
+fn metadata() -> Result<serde_json::Value, String> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps"])
+        .current_dir(root())
+        .output()
+        .map_err(|error| format!("cargo metadata does not start: {error}"))?;
+    serde_json::from_slice(&output.stdout)
+        .map_err(|error| format!("cargo metadata printed no JSON: {error}"))
 }
 
 /// The names of all files that git tracks, each with a zero byte behind it.
