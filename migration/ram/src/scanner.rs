@@ -3,7 +3,6 @@
 use crate::chunk::CHUNK_WORDS;
 use crate::{Chunk, ChunkBits, DirtySource, RamBitmap, RegionIndex, TrackError};
 use martlet_bitmap::WORD_BITS;
-use martlet_units::PageCount;
 use std::sync::Arc;
 
 /// Most pages that are rearmed with one call, 64 MiB. Small, so that few pages are written again
@@ -28,7 +27,6 @@ pub struct Scanner {
     region: u16,
     word: usize,
     window: Window,
-    handed_out: u64,
 }
 
 /// Words that were taken out of the bitmap and not all handed out yet.
@@ -51,7 +49,7 @@ impl Scanner {
     pub fn new(dirty: Arc<RamBitmap>) -> Scanner {
         let words = [0; WINDOW_WORDS];
         let window = Window { words, region: RegionIndex(0), start: 0, len: 0, pages: 0, next: 0 };
-        Scanner { dirty, region: 0, word: 0, window, handed_out: 0 }
+        Scanner { dirty, region: 0, word: 0, window }
     }
 
     /// The next chunk of this round, rearmed and not empty; `None` ends the round and puts the
@@ -61,7 +59,7 @@ impl Scanner {
     pub fn next(&mut self, source: &mut dyn DirtySource) -> Result<Option<Chunk>, TrackError> {
         loop {
             if let Some(chunk) = self.window.take_chunk() {
-                return Ok(Some(self.hand_out(chunk)));
+                return Ok(Some(chunk));
             }
             if !self.take_window() {
                 self.end_round();
@@ -80,7 +78,7 @@ impl Scanner {
     pub fn next_last(&mut self) -> Option<Chunk> {
         loop {
             if let Some(chunk) = self.window.take_chunk() {
-                return Some(self.hand_out(chunk));
+                return Some(chunk);
             }
             if !self.take_window() {
                 self.end_round();
@@ -96,24 +94,8 @@ impl Scanner {
         self.end_round();
     }
 
-    /// Pages handed out in this round so far; after the round's end, zero.
-    pub fn handed_out(&self) -> PageCount {
-        PageCount(self.handed_out)
-    }
-
-    /// Pages that are dirty and not handed out, on both sides of the cursor. Walks the bitmap.
-    /// Exact only while nobody writes there.
-    pub fn remaining(&self) -> PageCount {
-        PageCount(self.dirty.count() + self.window.count())
-    }
-
-    fn hand_out(&mut self, chunk: Chunk) -> Chunk {
-        self.handed_out += u64::from(chunk.count());
-        chunk
-    }
-
     fn end_round(&mut self) {
-        (self.region, self.word, self.handed_out) = (0, 0, 0);
+        (self.region, self.word) = (0, 0);
     }
 
     /// Fills the empty window with the next words that are not all zero. False at the end of the

@@ -22,7 +22,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         file: SCANNER,
         from: "            let (first_page, words) = self.window.dirty_part();\n",
         to: "            if let Some(chunk) = self.window.take_chunk() {\n                \
-             return Ok(Some(self.hand_out(chunk)));\n            }\n            \
+             return Ok(Some(chunk));\n            }\n            \
              let (first_page, words) = self.window.dirty_part();\n",
         test: Test::Lib(
             "martlet-ram",
