@@ -102,10 +102,10 @@ impl Attempt for FakeAttempt {
         self.note(format!("bandwidth {bandwidth:?}"));
     }
 
-    fn resolve(&self) -> Result<Status, String> {
+    fn resolve(&self) -> Result<Status, Error> {
         self.note("resolve".to_owned());
         if let Some(reason) = self.unanswered.lock().unwrap().clone() {
-            return Err(reason);
+            return Err(Error::new(Fault::Peer, "", reason));
         }
         if self.progress().status == Status::Undecided {
             *self.guest.state.lock().unwrap() = GuestStatus::Running;
@@ -114,7 +114,7 @@ impl Attempt for FakeAttempt {
         Ok(self.progress().status)
     }
 
-    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String> {
+    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error> {
         self.note(format!("{by:?}"));
         match by {
             OperatorOverride::RunHere(_) => {

@@ -1,7 +1,9 @@
 //! What the control socket needs of a guest, a migration and a receiver. `vm` implements it with
 //! a real machine and the engine; the tests of the socket with a pretended one.
 
-use martlet_engine::{MigrateOptions, OperatorOverride, Progress, ReceiveStatus, Report, Status};
+use martlet_engine::{
+    Error, MigrateOptions, OperatorOverride, Progress, ReceiveStatus, Report, Status,
+};
 use martlet_guest_program::GuestCounters;
 use martlet_machine::{GuestStatus, MachineInfo};
 use martlet_transport::Address;
@@ -43,9 +45,9 @@ pub(crate) trait Attempt: Send + Sync {
     fn set_downtime_limit(&self, limit: Duration);
     fn set_bandwidth(&self, bandwidth: Option<BytesPerSec>);
     /// What became of it; `Err` says why that is still open.
-    fn resolve(&self) -> Result<Status, String>;
+    fn resolve(&self) -> Result<Status, Error>;
     /// The same, but by the word of its operator if the destination does not answer.
-    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String>;
+    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error>;
 }
 
 /// Waits for a guest; see `martlet_engine::Receiver`.

@@ -6,7 +6,7 @@ use crate::guest::{Attempt, Guest, Incoming, Listen};
 use crate::log::note;
 use crate::vdpa;
 use martlet_engine::{
-    DestinationFactory, MigrateOptions, Migration, OperatorOverride, Progress, Provider,
+    DestinationFactory, Error, MigrateOptions, Migration, OperatorOverride, Progress, Provider,
     RdmaAccept, ReceiveOptions, ReceiveStatus, Receiver, Report, SourceVmm, Status,
 };
 use martlet_guest_program::{GuestCounters, ProgramParams};
@@ -221,12 +221,12 @@ impl Attempt for EngineAttempt {
         self.0.set_bandwidth(bandwidth);
     }
 
-    fn resolve(&self) -> Result<Status, String> {
-        self.0.resolve().map_err(|error| error.reason().to_owned())
+    fn resolve(&self) -> Result<Status, Error> {
+        self.0.resolve()
     }
 
-    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, String> {
-        self.0.override_undecided(by).map_err(|error| error.reason().to_owned())
+    fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error> {
+        self.0.override_undecided(by)
     }
 }
 

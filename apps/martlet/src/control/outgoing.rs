@@ -179,7 +179,7 @@ impl Control {
         self.look(&attempt, &guest);
         let (status, reason) = match resolved {
             Ok(status) => (status, attempt.progress().error.map(|error| error.to_line())),
-            Err(reason) => (Status::Undecided, Some(reason)),
+            Err(reason) => (Status::Undecided, Some(reason.to_line())),
         };
         Ok(schema::resolution(status, reason.as_deref()))
     }

@@ -153,19 +153,13 @@ impl Migration {
     /// first. `Ok` is `Completed` (the guest has left), `Failed` or `Cancelled` (it is here). `Err`
     /// says why it is still open. Several at once get the same answer.
     pub fn resolve(&self) -> Result<Status, Error> {
-        let ask = || self.tell(source::Event::Resolve);
-        self.shared
-            .wait_settled(RESOLVE_MAX, ask)
-            .map_err(|reason| Error::new(Fault::Peer, "resolve the migration", reason))
+        self.shared.wait_settled(RESOLVE_MAX, || self.tell(source::Event::Resolve))
     }
 
     /// Ends an undecided migration by the word of its operator, for a destination that is gone for
     /// good: `Failed` (the guest runs here again) or `GivenUp`. The destination is asked first, and
     /// if the process that got the commit answers, that counts: then as [`Migration::resolve`].
     pub fn override_undecided(&self, by: OperatorOverride) -> Result<Status, Error> {
-        let tell = || self.tell(source::Event::Override(by));
-        self.shared
-            .wait_settled(RESOLVE_MAX, tell)
-            .map_err(|reason| Error::new(Fault::Peer, "override the migration", reason))
+        self.shared.wait_settled(RESOLVE_MAX, || self.tell(source::Event::Override(by)))
     }
 }

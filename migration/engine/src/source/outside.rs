@@ -303,7 +303,7 @@ impl SourceIo for Outside<'_> {
     }
 
     fn unanswered(&mut self, reason: &Error) {
-        self.shared.note_unanswered(reason.to_line());
+        self.shared.note_unanswered(reason.clone());
     }
 }
 

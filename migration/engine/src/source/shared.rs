@@ -3,7 +3,7 @@
 use super::bell::Bell;
 use super::events::Event;
 use crate::mailbox::Mailbox;
-use crate::{Error, Progress, RdmaUse, Report, Status};
+use crate::{Error, Fault, Progress, RdmaUse, Report, Status};
 use martlet_transport::Wake;
 use martlet_units::{Instant, PageCount};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +29,7 @@ struct Inner {
     /// How often an undecided migration's question was answered, in whatever way.
     answers: u64,
     /// Why the last of them settled nothing, if the destination was not even heard.
-    unanswered: Option<String>,
+    unanswered: Option<Error>,
     downtime_limit: Duration,
     rdma: Option<RdmaUse>,
 }
@@ -142,7 +142,7 @@ impl Shared {
     }
 
     /// The destination of an undecided migration could not be asked.
-    pub(super) fn note_unanswered(&self, reason: String) {
+    pub(super) fn note_unanswered(&self, reason: Error) {
         let mut inner = self.lock();
         inner.answers += 1;
         inner.unanswered = Some(reason);
@@ -156,7 +156,7 @@ impl Shared {
         &self,
         timeout: Duration,
         ask: impl FnOnce(),
-    ) -> Result<Status, String> {
+    ) -> Result<Status, Error> {
         let deadline = std::time::Instant::now() + timeout;
         let mut inner = self.lock();
         let before = inner.answers;
@@ -169,16 +169,20 @@ impl Shared {
             match inner.progress.status {
                 Status::Undecided if inner.answers == before => {}
                 Status::Undecided => {
-                    let reason = inner.unanswered.clone();
-                    let reason = reason.or(inner.progress.error.as_ref().map(Error::to_line));
-                    return Err(reason.unwrap_or_else(|| "no reason given".to_owned()));
+                    let reason = inner.unanswered.clone().or(inner.progress.error.clone());
+                    let unsaid = || Error::new(Fault::Peer, "", "no reason given");
+                    return Err(reason.unwrap_or_else(unsaid));
                 }
                 status if status.is_final() => return Ok(status),
-                _ => return Err("the migration is still under way".to_owned()),
+                _ => {
+                    let reason = "the migration is still under way";
+                    return Err(Error::new(Fault::Request, "", reason));
+                }
             }
             let left = deadline.saturating_duration_since(std::time::Instant::now());
             if left.is_zero() {
-                return Err("the destination did not answer in time".to_owned());
+                let reason = "the destination did not answer in time";
+                return Err(Error::new(Fault::Peer, "", reason));
             }
             let waited = self.changed.wait_timeout(inner, left);
             inner = waited.unwrap_or_else(PoisonError::into_inner).0;
