@@ -14,7 +14,7 @@ use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use std::sync::Arc;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A device of Sapphire Rapids' speed in real time, which gets all the work that it takes.
 fn device(faults: Faults) -> (DsaFinders, Arc<DsaModel>) {
@@ -51,7 +51,7 @@ fn migrate(faults: Faults) -> (Report, Counters) {
     };
     let vmm = Arc::<FakeVmm>::clone(&source);
     let migration = Migration::start(vmm, &receiver.address(), options).unwrap();
-    let report = migration.wait(PATIENCE).expect("a migration ends");
+    let report = migration.wait(LIMIT).expect("a migration ends");
     assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
     there.check_memory();

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A guest with a card that has passed some frames, and where it can go.
 fn scene() -> (Arc<FakeVmm>, Receiver, Arc<FakeFactory>) {
@@ -29,7 +29,7 @@ fn scene() -> (Arc<FakeVmm>, Receiver, Arc<FakeFactory>) {
 fn migrate(vmm: &Arc<FakeVmm>, to: &Receiver) -> Report {
     let vmm = Arc::<FakeVmm>::clone(vmm);
     let migration = Migration::start(vmm, &to.address(), MigrateOptions::default()).unwrap();
-    migration.wait(PATIENCE).expect("a migration ends")
+    migration.wait(LIMIT).expect("a migration ends")
 }
 
 /// Stops everything and compares what was written with what is there.
@@ -47,7 +47,7 @@ fn check_frames_flow(vmm: &FakeVmm) {
     let before = vmm.device.writes.load(Ordering::SeqCst);
     let begin = std::time::Instant::now();
     while vmm.device.writes.load(Ordering::SeqCst) == before {
-        assert!(begin.elapsed() < PATIENCE, "the card passes no frames");
+        assert!(begin.elapsed() < LIMIT, "the card passes no frames");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -98,7 +98,7 @@ fn a_card_that_says_nothing_ends_the_attempt_and_a_cancel_is_heard_meanwhile() {
     let migration = Migration::start(vmm, &receiver.address(), options).unwrap();
     let begin = std::time::Instant::now();
     while migration.progress().status != Status::Device {
-        assert!(begin.elapsed() < PATIENCE, "{:?}", migration.progress());
+        assert!(begin.elapsed() < LIMIT, "{:?}", migration.progress());
         std::thread::sleep(Duration::from_millis(1));
     }
     migration.cancel();

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
-/// Longer than anything takes, shorter than patience.
+/// Longer than anything takes.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// A raw connection: what goes over the wire.

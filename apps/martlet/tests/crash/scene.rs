@@ -239,8 +239,8 @@ impl Scene {
     /// and whoever answers.
     fn stays_undecided(&mut self, pair: &mut Pair, proxy: &Proxy) -> Result<(), String> {
         let mut refusals = vec![refusal(pair)?];
-        let mut stranger = self.receiver()?;
-        proxy.retarget(stranger.port()?);
+        let mut another = self.receiver()?;
+        proxy.retarget(another.port()?);
         refusals.push(refusal(pair)?);
         for words in &refusals {
             self.log.note(format!("not resolved: {words}"));

@@ -188,7 +188,7 @@ impl Pair {
     /// on. Returns what the guest of `lively` says at the end.
     pub(crate) fn only(&mut self, lively: Side) -> Result<Guest, String> {
         const BEATS: u64 = 3;
-        const PATIENCE: Duration = Duration::from_secs(30);
+        const LIMIT: Duration = Duration::from_secs(30);
         let other = match lively {
             Side::Source => Side::Destination,
             Side::Destination => Side::Source,
@@ -197,7 +197,7 @@ impl Pair {
         let name = self.side(lively).process.name.clone();
         let missing = || format!("LOST: there is no guest at {name}");
         let start = self.side(lively).sample().ok_or_else(missing)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + LIMIT;
         let now = loop {
             let now = self.side(lively).sample().ok_or_else(missing)?;
             if now.beats >= start.beats + BEATS {

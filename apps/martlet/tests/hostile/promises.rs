@@ -69,7 +69,7 @@ fn a_damaged_state_is_refused() {
     assert!(reason.contains("damaged on the way"), "{reason}");
 }
 
-/// The host's boot id was what kept strangers from sending code.
+/// The host's boot id was what kept others from sending code.
 #[test]
 fn no_secret_goes_to_a_peer() {
     let destination = Destination::new(&[]);

@@ -52,7 +52,7 @@ pub(super) fn run(listener: &Listener, shared: &Arc<Shared>) {
     while !shared.is_closed() {
         if let Err(panic) = host::guarded(|| reception.step()) {
             warn!(%panic, "while serving connections; all of them are dropped");
-            reception.connections.clear();
+            reception.connections = Places::default();
         }
     }
 }

@@ -2,7 +2,6 @@
 
 use martlet_transport::{ControlLink, Greeting, Stream, reply};
 use martlet_units::Instant;
-use martlet_wire::control::{Abandon, Control};
 use martlet_wire::hello::{HelloReply, Status};
 use rustix::event::PollFlags;
 use std::cmp::Reverse;
@@ -55,20 +54,13 @@ impl Connection {
         }
     }
 
-    /// It has to make room, and is told so.
+    /// It has to make room, and is told so if it waits for a greeting.
     fn turn_away(self) {
-        match self.speaking {
-            Speaking::Greeting(_, stream) => {
-                drop(reply(&stream, &HelloReply::refuse(Status::LIMIT)));
-            }
-            Speaking::Queueing(_, stream) => {
-                drop(reply(&stream, &HelloReply::refuse(Status::BUSY)));
-            }
-            Speaking::Introducing(mut link) => {
-                link.queue(&Control::Abandon(Abandon::because(Status::LIMIT.to_string())));
-                drop(link.flush());
-            }
-            Speaking::Asking(_) => {}
+        let refuse = |stream, status| drop(reply(stream, &HelloReply::refuse(status)));
+        match &self.speaking {
+            Speaking::Greeting(_, stream) => refuse(stream, Status::LIMIT),
+            Speaking::Queueing(_, stream) => refuse(stream, Status::BUSY),
+            Speaking::Introducing(_) | Speaking::Asking(_) => {}
         }
     }
 }
@@ -106,10 +98,6 @@ pub(super) struct Places {
 impl Places {
     pub(super) fn iter(&self) -> impl Iterator<Item = &Connection> {
         self.taken.iter()
-    }
-
-    pub(super) fn clear(&mut self) {
-        self.taken.clear();
     }
 
     /// Gives a connection a place, which may be that of another one.
