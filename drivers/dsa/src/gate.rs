@@ -83,9 +83,6 @@ pub trait Gate: Send + Sync {
     /// A grant is used up.
     fn finish(&self, now: Instant, grant: Grant, outcome: Outcome);
 
-    /// A queue that had timed out has answered after all.
-    fn heard(&self, now: Instant, queue: usize);
-
     /// The CPU checked pages, in this time; told for enough pages to be measured.
     fn cpu(&self, pages: u32, time: Duration);
 }

@@ -12,10 +12,9 @@
 //! page that is not mapped, a device that is late or gone: in each case the pages in question are
 //! checked by the CPU, with the check that the caller gives. No result is ever missing or guessed.
 //!
-//! **The device may write to memory late.** A batch whose deadline passed stays in quarantine: its
-//! descriptors and records are not used again before the device has been heard of, or drained, and
-//! if that never happens they are never freed. The deadline is paid once: everything else that waits
-//! for the same queue is given up with it, and the queue gets nothing more until it is heard of.
+//! **The device may write to memory late.** There is one rule for a batch whose deadline passes: its
+//! queue is given up for good, with everything that waits for it, and the CPU does the rest. So the
+//! deadline is paid once. Its descriptors and records are never used again, nor freed.
 //!
 //! **No thread polls.** Who collects a job looks whether it is done, spins shortly, and then waits
 //! where [`CompletionWait`] says: UMWAIT and short sleeps on hardware, a model's seat in tests.
@@ -25,7 +24,6 @@
 //! [`Dma::pin`](martlet_device_io::Dma::pin) says otherwise.
 
 mod cpu;
-mod drain;
 mod error;
 mod find;
 mod gate;

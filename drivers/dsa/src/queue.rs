@@ -57,7 +57,7 @@ pub struct WorkQueue {
     /// Submissions that are left, for queues that don't say when they are full.
     credits: Option<AtomicU32>,
     /// Its device owes an answer: nothing is submitted and nothing waited for.
-    silent: AtomicBool,
+    given_up: AtomicBool,
 }
 
 impl WorkQueue {
@@ -69,8 +69,8 @@ impl WorkQueue {
         limits: QueueLimits,
     ) -> Arc<WorkQueue> {
         let credits = limits.credits.map(AtomicU32::new);
-        let silent = AtomicBool::new(false);
-        Arc::new(WorkQueue { name: name.into(), portal, wait, limits, credits, silent })
+        let given_up = AtomicBool::new(false);
+        Arc::new(WorkQueue { name: name.into(), portal, wait, limits, credits, given_up })
     }
 
     /// Its name.
@@ -83,15 +83,16 @@ impl WorkQueue {
         self.limits
     }
 
-    /// Whether its device owes an answer past its deadline, so that nobody uses it.
-    pub fn is_silent(&self) -> bool {
+    /// Whether its device owes an answer past its deadline, so that nobody uses it any more.
+    pub fn is_given_up(&self) -> bool {
         // Acquire and release: who sees the device given up need not wait for it any more. Nothing
         // else is published by it.
-        self.silent.load(Ordering::Acquire)
+        self.given_up.load(Ordering::Acquire)
     }
 
-    pub(crate) fn set_silent(&self, silent: bool) {
-        self.silent.store(silent, Ordering::Release);
+    /// Nobody uses it any more; whether that is news.
+    pub(crate) fn give_up(&self) -> bool {
+        !self.given_up.swap(true, Ordering::AcqRel)
     }
 
     pub(crate) fn wait(&self) -> &dyn CompletionWait {
@@ -131,7 +132,7 @@ impl WorkQueue {
             return true;
         }
         let now = self.wait.now();
-        if now >= until || self.is_silent() {
+        if now >= until || self.is_given_up() {
             return false;
         }
         self.wait.let_pass(SLOW_TRY.min(until.since(now)));
@@ -162,7 +163,7 @@ impl WorkQueue {
         let mut step = FIRST_WAIT;
         loop {
             let now = wait.now();
-            if self.is_silent() || now >= deadline {
+            if self.is_given_up() || now >= deadline {
                 // It may have come since the last look.
                 return status.is_written().then(|| Latency::Measured(took()));
             }
@@ -195,7 +196,7 @@ impl fmt::Debug for WorkQueue {
         f.debug_struct("WorkQueue")
             .field("name", &self.name)
             .field("limits", &self.limits)
-            .field("silent", &self.is_silent())
+            .field("given_up", &self.is_given_up())
             .finish_non_exhaustive()
     }
 }

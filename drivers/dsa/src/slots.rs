@@ -28,18 +28,8 @@ pub(crate) enum SlotState {
     Free,
     /// The device has it.
     Busy(Busy),
-    /// The device has it, but nobody waits for it any more.
-    Quarantined {
-        queue: usize,
-        entry: Entry,
-    },
-}
-
-/// Whether a submission still has its entry in the queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
-    Taken,
-    Free,
+    /// The device has it, and nobody waits for it any more: it is never used again.
+    Lost,
 }
 
 /// A batch that the device has.
@@ -142,11 +132,6 @@ impl Slots {
     /// Puts a slot back that was taken and given to nobody: it is the next one.
     pub(crate) fn put_unused(&mut self, slot: usize) {
         self.free.push_front((slot, LONG_AGO));
-    }
-
-    /// Puts a slot into quarantine.
-    pub(crate) fn hold(&mut self, slot: usize, queue: usize, entry: Entry) {
-        self.slots[slot].state = SlotState::Quarantined { queue, entry };
     }
 
     fn block(&self) -> &DmaBlock {

@@ -1,13 +1,12 @@
 //! Which pages are zero.
 
+mod give_up;
 mod group;
 mod job;
-mod quarantine;
 mod settle;
 mod submit;
 mod verdict;
 
-use crate::drain::Drain;
 use crate::gate::Gate;
 use crate::range::RangeLength;
 use crate::slots::{Piece, SlotState, Slots};
@@ -23,7 +22,7 @@ pub use job::{JOB_PAGES_MAX, ZeroPages};
 
 /// Jobs that an engine has open at most: one that is collected while the other is on the device.
 pub const JOBS: usize = 2;
-/// Slots that an engine has beyond what two jobs need, so that some can rest or be in quarantine.
+/// Slots that an engine has beyond what two jobs need, so that some can rest.
 const SPARE_SLOTS: usize = 16;
 /// The most slots: what an engine does not find room for is the CPU's.
 const SLOTS_MAX: usize = 64;
@@ -90,7 +89,6 @@ pub struct ZeroEngine<C: CpuCheck> {
     memory: Arc<SharedMemory>,
     cpu: C,
     slots: Slots,
-    drains: Vec<Drain>,
     groups: Groups,
     jobs: [Job; JOBS],
     /// The job that is collected next.
@@ -128,14 +126,12 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let transfer = limits.map(|limits| limits.transfer_bytes_max / martlet_units::PAGE_SIZE);
         let transfer = transfer.min().unwrap_or(u64::MAX).clamp(1, JOB_PAGES_MAX as u64);
         let count = (JOBS * JOB_PAGES_MAX.div_ceil(batch_max) + SPARE_SLOTS).min(SLOTS_MAX);
-        let drains = queues.iter().map(|_| Drain::new(dma)).collect::<Result<_, _>>()?;
         Ok(ZeroEngine {
             config,
             gate,
             memory,
             cpu,
             slots: Slots::new(dma, count, batch_max)?,
-            drains,
             queues,
             jobs: [Job::new(), Job::new()],
             oldest: 0,
@@ -157,7 +153,6 @@ impl<C: CpuCheck> ZeroEngine<C> {
     /// If both jobs are open, or for more than [`JOB_PAGES_MAX`] pages.
     pub fn begin(&mut self, runs: &[PageRun]) {
         assert!(self.open < JOBS, "collect a job before you begin a third");
-        self.visit_quarantine();
         let job = (self.oldest + self.open) % JOBS;
         self.open += 1;
         self.jobs[job].reset(runs);
@@ -211,7 +206,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
         let busy = (0..self.slots.count()).filter_map(|slot| match self.slots.state(slot) {
             SlotState::Busy(busy) if busy.job == job => Some((false, busy.submitted, slot)),
             SlotState::Busy(busy) if waits_for_all => Some((true, busy.submitted, slot)),
-            SlotState::Busy(_) | SlotState::Free | SlotState::Quarantined { .. } => None,
+            SlotState::Busy(_) | SlotState::Free | SlotState::Lost => None,
         });
         busy.min().map(|(_, _, slot)| slot)
     }
@@ -222,7 +217,6 @@ impl<C: CpuCheck> Drop for ZeroEngine<C> {
     /// then, the memory that it may write to is never given back.
     fn drop(&mut self) {
         while self.collect().is_some() {}
-        self.visit_quarantine();
         let slots = 0..self.slots.count();
         let held = slots.filter(|slot| !matches!(self.slots.state(*slot), SlotState::Free)).count();
         if held > 0 {

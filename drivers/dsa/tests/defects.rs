@@ -154,7 +154,7 @@ fn defect_7_a_device_that_hangs_costs_one_deadline_and_another_one_is_used() {
     (0..20).for_each(|_| bench.assert_right(&mut engine, 0, 512));
     let took = bench.now().since(begin);
     assert!(took >= DEADLINE && took < DEADLINE * 2, "{took:?}");
-    assert!(bench.queues[0].is_silent() && !bench.queues[1].is_silent());
+    assert!(bench.queues[0].is_given_up() && !bench.queues[1].is_given_up());
     assert!(bench.models[1].counters().batches > 10);
     // Another engine in the same process does not pay for what was learned.
     let mut other = bench.engine();

@@ -56,8 +56,6 @@ impl Gate for Script {
         assert_eq!(place.replace(outcome), None, "every grant is finished once");
     }
 
-    fn heard(&self, _now: Instant, _queue: usize) {}
-
     fn cpu(&self, pages: u32, time: Duration) {
         let mut cpu = self.cpu.lock().unwrap();
         *cpu = (cpu.0 + pages, cpu.1 + time);

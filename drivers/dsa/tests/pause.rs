@@ -31,10 +31,6 @@ impl Gate for Moody {
         self.open.finish(now, grant, outcome);
     }
 
-    fn heard(&self, now: Instant, queue: usize) {
-        self.open.heard(now, queue);
-    }
-
     fn cpu(&self, _pages: u32, _time: Duration) {}
 }
 

@@ -309,13 +309,6 @@ impl Admission {
         }
     }
 
-    /// A device that had timed out has answered after all: it may get work again.
-    pub fn on_heard(&mut self, now: Instant, device: usize) {
-        if let Some(device) = self.devices.get_mut(device) {
-            device.on_heard(now);
-        }
-    }
-
     /// The CPU checked pages itself.
     pub fn on_cpu(&mut self, pages: u32, time: Duration) {
         let Some(sample) = picoseconds(time).checked_div(u64::from(pages)) else { return };

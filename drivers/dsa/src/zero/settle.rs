@@ -4,7 +4,7 @@ use super::ZeroEngine;
 use super::verdict::Verdict;
 use crate::CpuCheck;
 use crate::gate::{Latency, Outcome};
-use crate::slots::{Busy, Entry, Piece, SlotState};
+use crate::slots::{Busy, Piece, SlotState};
 use martlet_dsa_abi::Status;
 
 /// What a batch's records come to.
@@ -46,13 +46,14 @@ impl<C: CpuCheck> ZeroEngine<C> {
         };
         self.stats.failed += u64::from(sum.failed);
         self.stats.faulted_pages += u64::from(sum.faulted);
+        self.end_of_group(busy.group, Some(outcome));
         if sum.unwritten {
             // The batch is done and some record is not there: it may still come.
-            self.slots.hold(slot, busy.queue, Entry::Free);
+            self.slots.set_state(slot, SlotState::Lost);
+            self.give_up(busy.queue);
         } else {
             self.slots.put(slot, now);
         }
-        self.end_of_group(busy.group, Some(outcome));
     }
 
     fn settle_items(&mut self, slot: usize, job: usize, items: &[Piece]) -> Sum {

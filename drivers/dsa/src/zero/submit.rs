@@ -161,7 +161,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
         };
         assert!(grant.queue < self.queues.len(), "a gate names one of the engine's queues");
         assert!(grant.pages <= pages, "a gate grants no more than it is asked for");
-        if self.queues[grant.queue].is_silent() {
+        if self.queues[grant.queue].is_given_up() {
             self.gate.finish(now, grant, Outcome::TimedOut);
             return Answer::Refused;
         }
@@ -240,7 +240,7 @@ impl<C: CpuCheck> ZeroEngine<C> {
             }
             Submitted::Gone => {
                 tracing::warn!(queue = queue.name(), "a DSA work queue is gone");
-                queue.set_silent(true);
+                queue.give_up();
                 Some(Outcome::Gone)
             }
         }

@@ -45,11 +45,5 @@ impl Gate for OpenGate {
         }
     }
 
-    fn heard(&self, _now: Instant, queue: usize) {
-        if let Some(queue) = self.queues.get(queue) {
-            queue.silent.store(false, Ordering::Relaxed);
-        }
-    }
-
     fn cpu(&self, _pages: u32, _time: Duration) {}
 }

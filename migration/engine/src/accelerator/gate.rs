@@ -109,10 +109,6 @@ impl Gate for PolicyGate {
         self.publish(now, &state, queue);
     }
 
-    fn heard(&self, now: Instant, queue: usize) {
-        self.state().admission.on_heard(now, queue);
-    }
-
     fn cpu(&self, pages: u32, time: Duration) {
         self.state().admission.on_cpu(pages, time);
     }

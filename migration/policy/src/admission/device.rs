@@ -35,9 +35,7 @@ enum State {
     Up,
     /// Gets nothing until then.
     Paused(Instant),
-    /// Owes an answer, and gets nothing before it has given it.
-    Silent,
-    /// Does not exist any more.
+    /// Owes an answer that did not come in time, or does not exist any more: gets nothing.
     Gone,
 }
 
@@ -96,7 +94,7 @@ impl Device {
         match self.state {
             State::Up => true,
             State::Paused(until) => until <= now,
-            State::Silent | State::Gone => false,
+            State::Gone => false,
         }
     }
 
@@ -194,27 +192,15 @@ impl Device {
                     self.full_pause = (self.full_pause * 2).min(FULL_PAUSE_MAX);
                 }
             }
-            Outcome::TimedOut => {
-                if self.state != State::Gone {
-                    self.state = State::Silent;
-                }
-            }
             Outcome::Failed => self.pause(now),
-            Outcome::Gone => self.state = State::Gone,
-        }
-    }
-
-    pub(super) fn on_heard(&mut self, now: Instant) {
-        if self.state == State::Silent {
-            self.state = State::Up;
-            self.pause(now);
+            Outcome::TimedOut | Outcome::Gone => self.state = State::Gone,
         }
     }
 
     /// Batches that fail together pause the device once.
     fn pause(&mut self, now: Instant) {
         let paused = matches!(self.state, State::Paused(until) if until > now);
-        if paused || matches!(self.state, State::Silent | State::Gone) {
+        if paused || self.state == State::Gone {
             return;
         }
         self.state = State::Paused(now.after(self.failed_pause));
