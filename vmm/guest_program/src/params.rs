@@ -86,71 +86,8 @@ pub enum RatePer {
 
 /// Why a text is no [`ProgramParams`]. One line that says which part and what to write.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ParamsError {
-    /// Not `key=value`, or a key that there is not.
-    #[error(
-        "`{0}` is none of fill=SIZE, ws=SIZE, rate=N/ms, tick=TIME, verify=N, frames=N/ms, \
-         frame=BYTES, window=N"
-    )]
-    Item(String),
-    /// The same key twice.
-    #[error("`{0}` is given twice")]
-    Twice(&'static str),
-    /// A value that can't be read.
-    #[error("{key}: {reason}")]
-    Value {
-        /// Whose value.
-        key: &'static str,
-        /// What is wrong with it.
-        reason: ParseUnitError,
-    },
-    /// A rate that can't be read.
-    #[error("{key}: `{text}` is not a rate such as 4/ms, 4000/s or 1/tick")]
-    Rate {
-        /// `rate` or `frames`.
-        key: &'static str,
-        /// As it was given.
-        text: String,
-    },
-    /// A number that can't be read.
-    #[error("verify: `{0}` is not a number of pages")]
-    Verify(String),
-    /// Not whole pages, or none.
-    #[error("{key}: {bytes} bytes are not a multiple of 4096 above 0")]
-    NotPages {
-        /// `fill` or `ws`.
-        key: &'static str,
-        /// As it was given.
-        bytes: u64,
-    },
-    /// More is to be rewritten than is filled.
-    #[error("ws: a working set of {working_set} is more than fill, {fill}")]
-    WorkingSet {
-        /// As it was given.
-        working_set: ByteCount,
-        /// As it was given.
-        fill: ByteCount,
-    },
-    /// A rate, but no pages that could be written.
-    #[error("ws: a rate above 0 needs a working set")]
-    NoWorkingSet,
-    /// Outside of the limits.
-    #[error("tick: {0:?} is not from 10us to 1s")]
-    Tick(Duration),
-    /// More than a tick can hold.
-    #[error("{0}: more than 1048576 pages a tick")]
-    PerTick(&'static str),
-    /// More than any card takes.
-    #[error("frames: more than 65536 frames a millisecond")]
-    Frames,
-    /// Not a frame's length.
-    #[error("frame: {0} bytes are not a multiple of 8 from 64 to 1512")]
-    FrameBytes(u64),
-    /// A number that can't be read, or none.
-    #[error("window: `{0}` is not a number of frames above 0")]
-    Window(String),
-}
+#[error("{0}")]
+pub struct ParamsError(String);
 
 impl Default for ProgramParams {
     fn default() -> ProgramParams {
@@ -168,27 +105,28 @@ impl Default for ProgramParams {
 impl ProgramParams {
     /// Checks what does not depend on the machine. `from_str` has done so.
     pub fn validate(&self) -> Result<(), ParamsError> {
-        if self.fill.0 == 0 || !self.fill.0.is_multiple_of(PAGE_SIZE) {
-            return Err(ParamsError::NotPages { key: "fill", bytes: self.fill.0 });
+        let refuse = |reason: String| Err(ParamsError(reason));
+        let (fill, working_set) = (self.fill, self.working_set);
+        for (key, bytes, least) in [("fill", fill.0, 1), ("ws", working_set.0, 0)] {
+            if bytes < least || !bytes.is_multiple_of(PAGE_SIZE) {
+                return refuse(format!("{key}: {bytes} bytes are not a multiple of 4096 above 0"));
+            }
         }
-        if !self.working_set.0.is_multiple_of(PAGE_SIZE) {
-            return Err(ParamsError::NotPages { key: "ws", bytes: self.working_set.0 });
+        if working_set > fill {
+            return refuse(format!("ws: a working set of {working_set} is more than fill, {fill}"));
         }
-        if self.working_set > self.fill {
-            let (working_set, fill) = (self.working_set, self.fill);
-            return Err(ParamsError::WorkingSet { working_set, fill });
-        }
-        if self.working_set.0 == 0 && self.rate.pages > 0 {
-            return Err(ParamsError::NoWorkingSet);
+        if working_set.0 == 0 && self.rate.pages > 0 {
+            return refuse("ws: a rate above 0 needs a working set".into());
         }
         if !(TICK_MIN..=TICK_MAX).contains(&self.tick) {
-            return Err(ParamsError::Tick(self.tick));
+            return refuse(format!("tick: {:?} is not from 10us to 1s", self.tick));
         }
-        if self.pages_per_tick() > u128::from(PAGES_PER_TICK_MAX) << 32 {
-            return Err(ParamsError::PerTick("rate"));
-        }
-        if self.verify_per_tick > PAGES_PER_TICK_MAX {
-            return Err(ParamsError::PerTick("verify"));
+        for (key, pages) in
+            [("rate", self.pages_per_tick()), ("verify", u128::from(self.verify_per_tick) << 32)]
+        {
+            if pages > u128::from(PAGES_PER_TICK_MAX) << 32 {
+                return refuse(format!("{key}: more than {PAGES_PER_TICK_MAX} pages a tick"));
+            }
         }
         self.nic.validate(self.tick)
     }
@@ -212,16 +150,17 @@ impl RatePer {
 
 impl NicParams {
     fn validate(&self, tick: Duration) -> Result<(), ParamsError> {
-        if !(FRAME_MIN..=FRAME_MAX).contains(&self.frame) || !self.frame.0.is_multiple_of(8) {
-            return Err(ParamsError::FrameBytes(self.frame.0));
-        }
-        if self.window == 0 {
-            return Err(ParamsError::Window("0".into()));
-        }
-        if self.frames_per_ms(tick) > u128::from(FRAMES_PER_MS_MAX) << 32 {
-            return Err(ParamsError::Frames);
-        }
-        Ok(())
+        let bytes = self.frame.0;
+        let reason = if !(FRAME_MIN..=FRAME_MAX).contains(&self.frame) || !bytes.is_multiple_of(8) {
+            format!("frame: {bytes} bytes are not a multiple of 8 from 64 to 1512")
+        } else if self.window == 0 {
+            "window: `0` is not a number of frames above 0".into()
+        } else if self.frames_per_ms(tick) > u128::from(FRAMES_PER_MS_MAX) << 32 {
+            format!("frames: more than {FRAMES_PER_MS_MAX} frames a millisecond")
+        } else {
+            return Ok(());
+        };
+        Err(ParamsError(reason))
     }
 
     /// Frames that the whole guest sends in a millisecond, in 1/2^32 of a frame.
@@ -239,7 +178,7 @@ impl FromStr for ProgramParams {
         for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
             let key = params.set(item)?;
             if seen.contains(&key) {
-                return Err(ParamsError::Twice(key));
+                return Err(ParamsError(format!("`{key}` is given twice")));
             }
             seen.push(key);
         }
@@ -254,59 +193,45 @@ impl FromStr for ProgramParams {
 impl ProgramParams {
     /// Takes over one `key=value` and says which key it was.
     fn set(&mut self, item: &str) -> Result<&'static str, ParamsError> {
-        let (key, value) = item.split_once('=').ok_or_else(|| ParamsError::Item(item.into()))?;
+        let (key, value) = item.split_once('=').unwrap_or_default();
+        let key = KEYS.into_iter().find(|(known, _)| *known == key.trim());
+        let Some((key, _)) = key else {
+            let forms = KEYS.map(|(key, value)| format!("{key}={value}")).join(", ");
+            return Err(ParamsError(format!("`{item}` is none of {forms}")));
+        };
         let value = value.trim();
-        let reason = |key| move |reason| ParamsError::Value { key, reason };
-        match key.trim() {
-            "fill" => {
-                self.fill = value.parse().map_err(reason("fill"))?;
-                Ok("fill")
-            }
-            "ws" => {
-                self.working_set = value.parse().map_err(reason("ws"))?;
-                Ok("ws")
-            }
-            "rate" => {
-                self.rate = Rate::parse("rate", value)?;
-                Ok("rate")
-            }
-            "tick" => {
-                self.tick = parse_duration(value).map_err(reason("tick"))?;
-                Ok("tick")
-            }
-            "verify" => {
-                self.verify_per_tick =
-                    value.parse().map_err(|_| ParamsError::Verify(value.into()))?;
-                Ok("verify")
-            }
-            "frames" => {
-                self.nic.frames = Rate::parse("frames", value)?;
-                Ok("frames")
-            }
-            "frame" => {
-                self.nic.frame = value.parse().map_err(reason("frame"))?;
-                Ok("frame")
-            }
-            "window" => {
-                self.nic.window = value.parse().map_err(|_| ParamsError::Window(value.into()))?;
-                Ok("window")
-            }
-            _ => Err(ParamsError::Item(item.into())),
+        let unit = |reason: ParseUnitError| ParamsError(format!("{key}: {reason}"));
+        let no_number = |of: &str| ParamsError(format!("{key}: `{value}` is not a number of {of}"));
+        match key {
+            "fill" => self.fill = value.parse().map_err(unit)?,
+            "ws" => self.working_set = value.parse().map_err(unit)?,
+            "rate" => self.rate = Rate::parse(key, value)?,
+            "tick" => self.tick = parse_duration(value).map_err(unit)?,
+            "verify" => self.verify_per_tick = value.parse().map_err(|_| no_number("pages"))?,
+            "frames" => self.nic.frames = Rate::parse(key, value)?,
+            "frame" => self.nic.frame = value.parse().map_err(unit)?,
+            _ => self.nic.window = value.parse().map_err(|_| no_number("frames above 0"))?,
         }
+        Ok(key)
     }
 }
 
-impl FromStr for Rate {
-    type Err = ParamsError;
-
-    fn from_str(text: &str) -> Result<Rate, ParamsError> {
-        Rate::parse("rate", text)
-    }
-}
+/// What may be said, and how.
+const KEYS: [(&str, &str); 8] = [
+    ("fill", "SIZE"),
+    ("ws", "SIZE"),
+    ("rate", "N/ms"),
+    ("tick", "TIME"),
+    ("verify", "N"),
+    ("frames", "N/ms"),
+    ("frame", "BYTES"),
+    ("window", "N"),
+];
 
 impl Rate {
-    fn parse(key: &'static str, text: &str) -> Result<Rate, ParamsError> {
-        let wrong = || ParamsError::Rate { key, text: text.into() };
+    fn parse(key: &str, text: &str) -> Result<Rate, ParamsError> {
+        let wrong =
+            || ParamsError(format!("{key}: `{text}` is not a rate such as 4/ms, 4000/s or 1/tick"));
         let (pages, per) = match text.split_once('/') {
             Some((pages, "s")) => (pages, RatePer::Second),
             Some((pages, "ms")) => (pages, RatePer::Millisecond),
