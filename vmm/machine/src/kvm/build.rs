@@ -1,6 +1,7 @@
 //! Making a KVM VM.
 
 use super::cpuid;
+use super::kvm;
 use super::msrs::MsrTable;
 use super::raw::XsaveSize;
 use super::saved::{SavedHost, decode};
@@ -18,7 +19,6 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use martlet_kvm_dirty::KvmRings;
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
@@ -58,13 +58,6 @@ pub(crate) fn is_usable() -> Result<(), BackendError> {
 }
 
 const KVM_API_VERSION: i32 = kvm_bindings::KVM_API_VERSION.cast_signed();
-
-fn kvm<T>(
-    operation: &'static str,
-    result: Result<T, kvm_ioctls::Error>,
-) -> Result<T, BackendError> {
-    result.map_err(io::Error::from).map_err(BackendError::host(operation))
-}
 
 /// Makes the VM around `memory`.
 #[expect(unsafe_code, reason = "the rings are those of the vCPUs that are made here")]

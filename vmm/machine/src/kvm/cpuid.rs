@@ -4,7 +4,6 @@ use super::saved::SavedCpuid;
 use crate::vcpu::backend::BackendError;
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
-use std::io;
 
 /// Entries that KVM takes, and that are taken from a source.
 const ENTRIES_MAX: usize = kvm_bindings::KVM_MAX_CPUID_ENTRIES;
@@ -26,11 +25,8 @@ const FEATURES_EDX_HTT: u32 = 1 << 28;
 
 /// What this host's KVM can show to a guest.
 pub(super) fn supported(kvm: &Kvm) -> Result<Vec<SavedCpuid>, BackendError> {
-    let cpuid = kvm
-        .get_supported_cpuid(ENTRIES_MAX)
-        .map_err(io::Error::from)
-        .map_err(BackendError::host("KVM_GET_SUPPORTED_CPUID"))?;
-    let mut entries: Vec<_> = cpuid.as_slice().iter().map(from_kernel).collect();
+    let cpuid = super::kvm("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(ENTRIES_MAX))?;
+    let mut entries: Vec<_> = cpuid.as_slice().iter().copied().map(SavedCpuid::from).collect();
     if kvm.check_extension(Cap::TscDeadlineTimer) {
         // KVM leaves this bit to whoever has its in-kernel APIC.
         for entry in entries.iter_mut().filter(|entry| entry.function == LEAF_FEATURES) {
@@ -49,7 +45,7 @@ pub(super) fn for_vcpu(
     let (vcpu, vcpus) = (u32::from(vcpu), u32::from(vcpus));
     // Bits of an APIC id that number the cores.
     let id_bits = u32::BITS - (vcpus - 1).leading_zeros();
-    let entries: Vec<_> = entries
+    let entries: Vec<kvm_cpuid_entry2> = entries
         .iter()
         .map(|entry| {
             let mut entry = *entry;
@@ -76,7 +72,7 @@ pub(super) fn for_vcpu(
                 }
                 _ => {}
             }
-            to_kernel(&entry)
+            entry.into()
         })
         .collect();
     CpuId::from_entries(&entries)
@@ -238,31 +234,6 @@ fn name(function: u32, index: u32, register: u8, bit: u32) -> String {
             },
             |(.., name)| (*name).to_owned(),
         )
-}
-
-fn from_kernel(entry: &kvm_cpuid_entry2) -> SavedCpuid {
-    SavedCpuid {
-        function: entry.function,
-        index: entry.index,
-        flags: entry.flags,
-        eax: entry.eax,
-        ebx: entry.ebx,
-        ecx: entry.ecx,
-        edx: entry.edx,
-    }
-}
-
-fn to_kernel(entry: &SavedCpuid) -> kvm_cpuid_entry2 {
-    kvm_cpuid_entry2 {
-        function: entry.function,
-        index: entry.index,
-        flags: entry.flags,
-        eax: entry.eax,
-        ebx: entry.ebx,
-        ecx: entry.ecx,
-        edx: entry.edx,
-        ..Default::default()
-    }
 }
 
 #[cfg(test)]

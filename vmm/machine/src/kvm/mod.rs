@@ -17,5 +17,16 @@ mod vm;
 mod walk;
 mod warm;
 
+use crate::vcpu::backend::BackendError;
+use std::io;
+
 pub(crate) use build::{BuildOptions, build, is_usable};
 pub(crate) use start::{SELECTOR_BOOT_CODE, SELECTOR_BOOT_DATA};
+
+/// The outcome of a request of KVM's.
+fn kvm<T>(
+    operation: &'static str,
+    result: Result<T, kvm_ioctls::Error>,
+) -> Result<T, BackendError> {
+    result.map_err(io::Error::from).map_err(BackendError::host(operation))
+}

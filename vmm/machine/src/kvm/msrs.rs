@@ -115,10 +115,7 @@ pub(super) struct MsrTable {
 impl MsrTable {
     /// Learns which MSRs a vCPU of this host gives.
     pub(super) fn learn(kvm: &Kvm, vcpu: &VcpuFd) -> Result<MsrTable, BackendError> {
-        let list = kvm
-            .get_msr_index_list()
-            .map_err(io::Error::from)
-            .map_err(BackendError::host("KVM_GET_MSR_INDEX_LIST"))?;
+        let list = super::kvm("KVM_GET_MSR_INDEX_LIST", kvm.get_msr_index_list())?;
         let is_saved = |index: &&u32| kind(**index) != Kind::Apart;
         let mut wanted: Vec<_> = list.as_slice().iter().filter(is_saved).copied().collect();
         let mut readable = Vec::with_capacity(wanted.len() + 2);

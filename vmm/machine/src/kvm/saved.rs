@@ -3,70 +3,45 @@
 
 pub(super) use crate::saved::decode;
 use kvm_bindings::{
-    kvm_debugregs, kvm_dtable, kvm_pic_state, kvm_pit_channel_state, kvm_regs, kvm_segment,
-    kvm_sregs, kvm_vcpu_events,
+    kvm_cpuid_entry2, kvm_debugregs, kvm_dtable, kvm_pic_state, kvm_pit_channel_state, kvm_regs,
+    kvm_segment, kvm_sregs, kvm_vcpu_events,
 };
 use minicbor::{Decode, Encode};
 
-/// Declares a saved type whose fields are the kernel structure's fields of the same names, and the
-/// two conversions. What the kernel's structure has beyond them (padding) is 0.
+/// Declares a saved type whose fields are those of the kernel's structure, of the same names or at
+/// the places that are told, and the two conversions. What the kernel's structure has beyond them is
+/// 0. Saved types within are converted as well.
 macro_rules! mirror {
-    ($(#[$doc:meta])* $saved:ident of $kernel:ident {
-        $($number:literal $field:ident: $type:ty,)+
+    (@$of:ident $field:ident) => { $of.$field };
+    (@$of:ident $field:ident $($place:ident)+) => { $of$(.$place)+ };
+    ($(#[$meta:meta])* $saved:ident of $kernel:ident {
+        $($number:literal $field:ident $(at $($place:ident).+)?: $type:ty,)+
     }) => {
-        $(#[$doc])*
+        $(#[$meta])*
         #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
         pub(super) struct $saved {
             $(#[n($number)] pub(super) $field: $type,)+
         }
 
-        impl From<&$kernel> for $saved {
-            fn from(from: &$kernel) -> $saved {
-                $saved { $($field: from.$field.clone().into(),)+ }
+        impl From<$kernel> for $saved {
+            fn from(from: $kernel) -> $saved {
+                $saved { $($field: mirrored(mirror!(@from $field $($($place)+)?)),)+ }
             }
         }
 
-        impl From<&$saved> for $kernel {
-            #[allow(clippy::needless_update, reason = "some have no padding")]
-            fn from(from: &$saved) -> $kernel {
-                $kernel { $($field: from.$field.clone().into(),)+ ..Default::default() }
+        impl From<$saved> for $kernel {
+            fn from(from: $saved) -> $kernel {
+                let mut to = $kernel::default();
+                $((mirror!(@to $field $($($place)+)?)) = mirrored(from.$field);)+
+                to
             }
         }
     };
 }
 
-/// As [`mirror`], for structures that contain mirrored ones: conversions by reference.
-macro_rules! mirror_nested {
-    ($saved:ident of $kernel:ident {
-        nested { $($n_number:literal $n_field:ident: $n_type:ty,)* }
-        plain { $($number:literal $field:ident: $type:ty,)* }
-    }) => {
-        #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
-        pub(super) struct $saved {
-            $(#[n($n_number)] pub(super) $n_field: $n_type,)*
-            $(#[n($number)] pub(super) $field: $type,)*
-        }
-
-        impl From<&$kernel> for $saved {
-            fn from(from: &$kernel) -> $saved {
-                $saved {
-                    $($n_field: (&from.$n_field).into(),)*
-                    $($field: from.$field,)*
-                }
-            }
-        }
-
-        impl From<&$saved> for $kernel {
-            #[allow(clippy::needless_update, reason = "some have no padding")]
-            fn from(from: &$saved) -> $kernel {
-                $kernel {
-                    $($n_field: (&from.$n_field).into(),)*
-                    $($field: from.$field,)*
-                    ..Default::default()
-                }
-            }
-        }
-    };
+/// Most fields are of one type in both.
+fn mirrored<T: Into<U>, U>(from: T) -> U {
+    from.into()
 }
 
 mirror!(
@@ -91,17 +66,13 @@ mirror!(
     SavedTable of kvm_dtable { 0 base: u64, 1 limit: u16, }
 );
 
-mirror_nested!(
+mirror!(
+    /// Special registers.
     SavedSregs of kvm_sregs {
-        nested {
-            0 cs: SavedSegment, 1 ds: SavedSegment, 2 es: SavedSegment, 3 fs: SavedSegment,
-            4 gs: SavedSegment, 5 ss: SavedSegment, 6 tr: SavedSegment, 7 ldt: SavedSegment,
-            8 gdt: SavedTable, 9 idt: SavedTable,
-        }
-        plain {
-            10 cr0: u64, 11 cr2: u64, 12 cr3: u64, 13 cr4: u64, 14 cr8: u64, 15 efer: u64,
-            16 apic_base: u64, 17 interrupt_bitmap: [u64; 4],
-        }
+        0 cs: SavedSegment, 1 ds: SavedSegment, 2 es: SavedSegment, 3 fs: SavedSegment,
+        4 gs: SavedSegment, 5 ss: SavedSegment, 6 tr: SavedSegment, 7 ldt: SavedSegment,
+        8 gdt: SavedTable, 9 idt: SavedTable, 10 cr0: u64, 11 cr2: u64, 12 cr3: u64, 13 cr4: u64,
+        14 cr8: u64, 15 efer: u64, 16 apic_base: u64, 17 interrupt_bitmap: [u64; 4],
     }
 );
 
@@ -110,108 +81,32 @@ mirror!(
     SavedDebug of kvm_debugregs { 0 db: [u64; 4], 1 dr6: u64, 2 dr7: u64, 3 flags: u64, }
 );
 
-/// What was about to happen to a vCPU when it stopped: `struct kvm_vcpu_events`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
-pub(super) struct SavedEvents {
-    #[n(0)]
-    exception_injected: u8,
-    #[n(1)]
-    exception_nr: u8,
-    #[n(2)]
-    exception_has_error_code: u8,
-    #[n(3)]
-    exception_pending: u8,
-    #[n(4)]
-    exception_error_code: u32,
-    #[n(5)]
-    interrupt_injected: u8,
-    #[n(6)]
-    interrupt_nr: u8,
-    #[n(7)]
-    interrupt_soft: u8,
-    #[n(8)]
-    interrupt_shadow: u8,
-    #[n(9)]
-    nmi_injected: u8,
-    #[n(10)]
-    pub(super) nmi_pending: u8,
-    #[n(11)]
-    nmi_masked: u8,
-    #[n(12)]
-    sipi_vector: u32,
-    #[n(13)]
-    pub(super) flags: u32,
-    #[n(14)]
-    smi_smm: u8,
-    #[n(15)]
-    pub(super) smi_pending: u8,
-    #[n(16)]
-    smi_inside_nmi: u8,
-    #[n(17)]
-    smi_latched_init: u8,
-    #[n(18)]
-    triple_fault_pending: u8,
-    #[n(19)]
-    exception_has_payload: u8,
-    #[n(20)]
-    exception_payload: u64,
-}
-
-impl From<&kvm_vcpu_events> for SavedEvents {
-    fn from(from: &kvm_vcpu_events) -> SavedEvents {
-        SavedEvents {
-            exception_injected: from.exception.injected,
-            exception_nr: from.exception.nr,
-            exception_has_error_code: from.exception.has_error_code,
-            exception_pending: from.exception.pending,
-            exception_error_code: from.exception.error_code,
-            interrupt_injected: from.interrupt.injected,
-            interrupt_nr: from.interrupt.nr,
-            interrupt_soft: from.interrupt.soft,
-            interrupt_shadow: from.interrupt.shadow,
-            nmi_injected: from.nmi.injected,
-            nmi_pending: from.nmi.pending,
-            nmi_masked: from.nmi.masked,
-            sipi_vector: from.sipi_vector,
-            flags: from.flags,
-            smi_smm: from.smi.smm,
-            smi_pending: from.smi.pending,
-            smi_inside_nmi: from.smi.smm_inside_nmi,
-            smi_latched_init: from.smi.latched_init,
-            triple_fault_pending: from.triple_fault.pending,
-            exception_has_payload: from.exception_has_payload,
-            exception_payload: from.exception_payload,
-        }
+mirror!(
+    /// What was about to happen to a vCPU when it stopped.
+    SavedEvents of kvm_vcpu_events {
+        0 exception_injected at exception.injected: u8,
+        1 exception_nr at exception.nr: u8,
+        2 exception_has_error_code at exception.has_error_code: u8,
+        3 exception_pending at exception.pending: u8,
+        4 exception_error_code at exception.error_code: u32,
+        5 interrupt_injected at interrupt.injected: u8,
+        6 interrupt_nr at interrupt.nr: u8,
+        7 interrupt_soft at interrupt.soft: u8,
+        8 interrupt_shadow at interrupt.shadow: u8,
+        9 nmi_injected at nmi.injected: u8,
+        10 nmi_pending at nmi.pending: u8,
+        11 nmi_masked at nmi.masked: u8,
+        12 sipi_vector: u32,
+        13 flags: u32,
+        14 smi_smm at smi.smm: u8,
+        15 smi_pending at smi.pending: u8,
+        16 smi_inside_nmi at smi.smm_inside_nmi: u8,
+        17 smi_latched_init at smi.latched_init: u8,
+        18 triple_fault_pending at triple_fault.pending: u8,
+        19 exception_has_payload: u8,
+        20 exception_payload: u64,
     }
-}
-
-impl From<&SavedEvents> for kvm_vcpu_events {
-    fn from(from: &SavedEvents) -> kvm_vcpu_events {
-        let mut to = kvm_vcpu_events::default();
-        to.exception.injected = from.exception_injected;
-        to.exception.nr = from.exception_nr;
-        to.exception.has_error_code = from.exception_has_error_code;
-        to.exception.pending = from.exception_pending;
-        to.exception.error_code = from.exception_error_code;
-        to.interrupt.injected = from.interrupt_injected;
-        to.interrupt.nr = from.interrupt_nr;
-        to.interrupt.soft = from.interrupt_soft;
-        to.interrupt.shadow = from.interrupt_shadow;
-        to.nmi.injected = from.nmi_injected;
-        to.nmi.pending = from.nmi_pending;
-        to.nmi.masked = from.nmi_masked;
-        to.sipi_vector = from.sipi_vector;
-        to.flags = from.flags;
-        to.smi.smm = from.smi_smm;
-        to.smi.pending = from.smi_pending;
-        to.smi.smm_inside_nmi = from.smi_inside_nmi;
-        to.smi.latched_init = from.smi_latched_init;
-        to.triple_fault.pending = from.triple_fault_pending;
-        to.exception_has_payload = from.exception_has_payload;
-        to.exception_payload = from.exception_payload;
-        to
-    }
-}
+);
 
 /// A register that is named by a number: an MSR or an extended control register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -347,24 +242,13 @@ pub(super) struct SavedVm {
     pub(super) clock: SavedClock,
 }
 
-/// One CPUID entry.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
-pub(super) struct SavedCpuid {
-    #[n(0)]
-    pub(super) function: u32,
-    #[n(1)]
-    pub(super) index: u32,
-    #[n(2)]
-    pub(super) flags: u32,
-    #[n(3)]
-    pub(super) eax: u32,
-    #[n(4)]
-    pub(super) ebx: u32,
-    #[n(5)]
-    pub(super) ecx: u32,
-    #[n(6)]
-    pub(super) edx: u32,
-}
+mirror!(
+    /// One CPUID entry.
+    #[derive(Copy)]
+    SavedCpuid of kvm_cpuid_entry2 {
+        0 function: u32, 1 index: u32, 2 flags: u32, 3 eax: u32, 4 ebx: u32, 5 ecx: u32, 6 edx: u32,
+    }
+);
 
 /// What the destination's KVM must be able to do.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]

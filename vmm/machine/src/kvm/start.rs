@@ -1,5 +1,6 @@
 //! Registers of a vCPU at the start of a new guest.
 
+use super::kvm;
 use super::saved::SavedSregs;
 use crate::vcpu::backend::{BackendError, Level3Tables, Start};
 use kvm_bindings::{
@@ -8,7 +9,6 @@ use kvm_bindings::{
     kvm_vcpu_events,
 };
 use kvm_ioctls::VcpuFd;
-use std::io;
 
 const CR0_PE: u64 = 1;
 const CR0_MP: u64 = 1 << 1;
@@ -92,13 +92,6 @@ pub(super) fn apply_mode(fd: &VcpuFd, saved: &SavedSregs) -> Result<(), BackendE
     let mut sregs = kvm("KVM_GET_SREGS", fd.get_sregs())?;
     (sregs.cr0, sregs.cr4, sregs.efer) = (saved.cr0, saved.cr4, saved.efer);
     kvm("KVM_SET_SREGS", fd.set_sregs(&sregs))
-}
-
-fn kvm<T>(
-    operation: &'static str,
-    result: Result<T, kvm_ioctls::Error>,
-) -> Result<T, BackendError> {
-    result.map_err(io::Error::from).map_err(BackendError::host(operation))
 }
 
 fn segment(selector: u16, type_: u8, dpl: u8) -> kvm_segment {

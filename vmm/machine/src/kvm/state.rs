@@ -1,5 +1,6 @@
 //! Reading and writing a vCPU's whole state.
 
+use super::kvm;
 use super::msrs::{self, MSR_IA32_TSC, MSR_IA32_TSC_DEADLINE, MSR_KVM_SYSTEM_TIME_NEW};
 use super::raw;
 use super::saved::{SavedNumbered, SavedVcpu};
@@ -10,7 +11,6 @@ use kvm_bindings::{kvm_lapic_state, kvm_mp_state, kvm_sregs, kvm_sregs2, kvm_xcr
 use kvm_ioctls::VcpuFd;
 use martlet_engine::LoadFor;
 use martlet_units::Instant;
-use std::io;
 
 /// `struct kvm_lapic_state`.
 const LAPIC_BYTES: usize = 1024;
@@ -20,13 +20,6 @@ const EFER_LMA: u64 = 1 << 10;
 const SREGS2_FLAGS_PDPTRS_VALID: u64 = 1;
 /// Allows the guest to switch on VMX, which a nested state needs.
 const MSR_IA32_FEATURE_CONTROL: u32 = 0x3a;
-
-fn kvm<T>(
-    operation: &'static str,
-    result: Result<T, kvm_ioctls::Error>,
-) -> Result<T, BackendError> {
-    result.map_err(io::Error::from).map_err(BackendError::host(operation))
-}
 
 /// Reads everything. The vCPU is out of the guest and its last instruction is complete.
 pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, BackendError> {
@@ -43,19 +36,19 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
     let tsc = msrs::take(&mut msrs, MSR_IA32_TSC);
     let tsc_deadline = msrs::take(&mut msrs, MSR_IA32_TSC_DEADLINE);
     Ok(SavedVcpu {
-        regs: (&regs).into(),
+        regs: regs.into(),
         pdptrs: get_pdptrs(fd, common, &sregs)?,
-        sregs: (&sregs).into(),
+        sregs: sregs.into(),
         xcrs,
         xsave: get_xsave(fd, common)?,
-        debug: (&debug).into(),
+        debug: debug.into(),
         lapic: get_lapic(fd)?,
         msrs,
         tsc,
         tsc_offset: raw::get_tsc_offset(fd).ok(),
         tsc_deadline,
         mp_state,
-        events: (&events).into(),
+        events: events.into(),
         // Some kernels name the capability and then give nothing.
         nested: common.has_nested_state.then(|| raw::get_nested_state(fd).ok()).flatten(),
         realtime_ns,
@@ -84,7 +77,7 @@ pub(super) fn load(
     if before.map(|b| &b.nested) != Some(&saved.nested) {
         set_nested(fd, saved)?;
     }
-    kvm("KVM_SET_REGS", fd.set_regs(&(&saved.regs).into()))?;
+    kvm("KVM_SET_REGS", fd.set_regs(&saved.regs.clone().into()))?;
     if before.map(|b| &b.xcrs) != Some(&saved.xcrs) {
         set_xcrs(fd, &saved.xcrs)?;
     }
@@ -92,7 +85,7 @@ pub(super) fn load(
         set_xsave(fd, common, &saved.xsave)?;
     }
     if before.map(|b| &b.debug) != Some(&saved.debug) {
-        kvm("KVM_SET_DEBUGREGS", fd.set_debug_regs(&(&saved.debug).into()))?;
+        kvm("KVM_SET_DEBUGREGS", fd.set_debug_regs(&saved.debug.clone().into()))?;
     }
     common.vm_loads.wait();
     if matches!(what_for, LoadFor::Start { .. }) {
@@ -107,7 +100,7 @@ pub(super) fn load(
     if before.map(|b| (&b.sregs, b.mp_state)) != Some((&saved.sregs, saved.mp_state)) {
         kvm("KVM_SET_MP_STATE", fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }))?;
     }
-    kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&(&saved.events).into()))
+    kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&saved.events.clone().into()))
 }
 
 /// Writes what was held back of a loaded state: the vCPU enters the guest next, and its memory is
@@ -147,7 +140,7 @@ fn get_pdptrs(
 }
 
 fn set_sregs(fd: &VcpuFd, common: &VcpuCommon, saved: &SavedVcpu) -> Result<(), BackendError> {
-    let sregs = kvm_sregs::from(&saved.sregs);
+    let sregs = kvm_sregs::from(saved.sregs.clone());
     match saved.pdptrs {
         Some(pdptrs) if common.has_sregs2 => {
             let sregs2 = kvm_sregs2 {

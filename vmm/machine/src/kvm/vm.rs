@@ -1,5 +1,6 @@
 //! What the vCPUs of a KVM VM share: memory slots, interrupt controllers, timer, clock.
 
+use super::kvm;
 use super::msrs::{self, MSR_KVM_WALL_CLOCK_NEW};
 use super::saved::{
     SavedClock, SavedHost, SavedIoapic, SavedNumbered, SavedPit, SavedVm, decode, encode,
@@ -91,13 +92,6 @@ pub(super) struct KvmVm {
     pub(super) held: Mutex<Option<SavedPit>>,
 }
 
-fn kvm<T>(
-    operation: &'static str,
-    result: Result<T, kvm_ioctls::Error>,
-) -> Result<T, BackendError> {
-    result.map_err(io::Error::from).map_err(BackendError::host(operation))
-}
-
 impl KvmVm {
     fn get_chip(&self, id: u32) -> Result<kvm_irqchip, BackendError> {
         let mut chip = kvm_irqchip { chip_id: id, ..Default::default() };
@@ -146,17 +140,17 @@ impl KvmVm {
 
     fn load_chips(&self, saved: &SavedVm, before: Option<&SavedVm>) -> Result<(), BackendError> {
         let set_chip = |chip| kvm("KVM_SET_IRQCHIP", self.core.fd.set_irqchip(&chip));
-        set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, (&saved.pic_master).into()))?;
+        set_chip(pic_chip(KVM_IRQCHIP_PIC_MASTER, saved.pic_master.clone().into()))?;
         set_chip(ioapic_chip(&saved.ioapic))?;
         if before.map(|vm| &vm.pic_slave) != Some(&saved.pic_slave) {
-            set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, (&saved.pic_slave).into()))?;
+            set_chip(pic_chip(KVM_IRQCHIP_PIC_SLAVE, saved.pic_slave.clone().into()))?;
         }
         Ok(())
     }
 
     fn set_pit(&self, saved: &SavedPit) -> Result<(), BackendError> {
         let pit = kvm_pit_state2 {
-            channels: saved.channels.each_ref().map(Into::into),
+            channels: saved.channels.clone().map(Into::into),
             flags: saved.flags,
             ..Default::default()
         };
@@ -236,8 +230,8 @@ impl VmBackend for KvmVm {
             None => pit(&kvm("KVM_GET_PIT2", self.core.fd.get_pit2())?),
         };
         let saved = SavedVm {
-            pic_master: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_MASTER)?)).into(),
-            pic_slave: (&pic(&self.get_chip(KVM_IRQCHIP_PIC_SLAVE)?)).into(),
+            pic_master: pic(&self.get_chip(KVM_IRQCHIP_PIC_MASTER)?).into(),
+            pic_slave: pic(&self.get_chip(KVM_IRQCHIP_PIC_SLAVE)?).into(),
             ioapic: ioapic(&self.get_chip(KVM_IRQCHIP_IOAPIC)?),
             pit,
             clock: SavedClock {
@@ -328,7 +322,7 @@ mod chips {
 use chips::{ioapic, pic};
 
 fn pit(state: &kvm_pit_state2) -> SavedPit {
-    SavedPit { channels: state.channels.each_ref().map(Into::into), flags: state.flags }
+    SavedPit { channels: state.channels.map(Into::into), flags: state.flags }
 }
 
 fn pic_chip(id: u32, pic: kvm_pic_state) -> kvm_irqchip {
