@@ -6,10 +6,9 @@
 //! bytes say how long it is.
 
 #![allow(unsafe_code)]
-// UNSAFETY: reads the kernel's frame and asks the processor.
+// UNSAFETY: reads the kernel's frame.
 
 use crate::vcpu::backend::BackendError;
-use core::arch::x86_64::{__cpuid_count, CpuidResult};
 
 /// `uc_mcontext.gregs` and what else of `struct ucontext` the kernel reads.
 #[repr(C)]
@@ -103,25 +102,19 @@ const MXCSR_RESET: u32 = 0x1f80;
 const MXCSR_MASK_DEFAULT: u32 = 0xffbf;
 /// The XSAVE header: which components are not in their initial state.
 const PRESENT_AT: usize = 512;
-const EXTENDED_AT: usize = 576;
+const HEADER_END: usize = 576;
 
-/// Components that a guest may use: x87, SSE, AVX and the three of AVX-512. Others (protection
-/// keys, AMX) belong to the process.
-pub(super) const GUEST_COMPONENTS: u64 = 0b1110_0111;
-/// Those behind the legacy part.
-const EXTENDED: [u32; 4] = [2, 5, 6, 7];
+/// Components that the built-in program uses, which is compiled for every x86-64 processor: x87 and
+/// SSE.
+const GUEST_COMPONENTS: u64 = 0b11;
+/// Those that a guest finds in their initial state: AVX and the three of AVX-512, too. Others
+/// (protection keys, AMX) belong to the process.
+const RESET_COMPONENTS: u64 = 0b1110_0111;
 
 /// The floating point part of a frame.
 #[repr(C, align(64))]
 #[derive(Clone)]
 pub(super) struct FpState([u8; FP_BYTES_MAX]);
-
-/// Where an XSAVE component lies in the standard format, on this processor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
-    offset: usize,
-    length: usize,
-}
 
 /// Bytes of a floating point part that the kernel made, with all magics.
 ///
@@ -163,29 +156,21 @@ impl FpState {
     }
 
     fn has_header(&self) -> bool {
-        self.length() >= EXTENDED_AT
+        self.length() >= HEADER_END
     }
 
     fn present(&self) -> u64 {
         if self.has_header() {
             u64::from_le_bytes(self.array_at(PRESENT_AT))
         } else {
-            GUEST_COMPONENTS & 0b11
+            GUEST_COMPONENTS
         }
-    }
-
-    /// Which of the guest's components this host's kernel switches.
-    fn possible(&self) -> u64 {
-        if !self.has_header() {
-            return GUEST_COMPONENTS & 0b11;
-        }
-        u64::from_le_bytes(self.array_at(SOFTWARE_AT + 8)) & GUEST_COMPONENTS
     }
 
     fn set_present(&mut self, guest: u64) {
         if self.has_header() {
-            let others = self.present() & !GUEST_COMPONENTS;
-            self.put(PRESENT_AT, &(others | guest & GUEST_COMPONENTS).to_le_bytes());
+            let others = self.present() & !RESET_COMPONENTS;
+            self.put(PRESENT_AT, &(others | guest).to_le_bytes());
         }
     }
 
@@ -197,27 +182,6 @@ impl FpState {
         self.put(MXCSR_AT, &MXCSR_RESET.to_le_bytes());
         self.put(MXCSR_MASK_AT, &mask.to_le_bytes());
         self.set_present(0);
-        if !self.has_header() {
-            return;
-        }
-        for (_, place) in self.extended() {
-            self.0[place.offset..place.offset + place.length].fill(0);
-        }
-    }
-
-    /// The components behind the legacy part that this processor has, with their places.
-    fn extended(&self) -> impl Iterator<Item = (u32, Place)> + use<> {
-        let (possible, length) = (self.possible(), self.length());
-        EXTENDED.into_iter().filter(move |id| possible >> id & 1 == 1).filter_map(move |id| {
-            // Leaf 0xd, one subleaf for each component: its length and place.
-            #[allow(unused_unsafe, reason = "newer compilers call it safe")]
-            // SAFETY: every x86-64 processor has the instruction.
-            let CpuidResult { eax, ebx, .. } = unsafe { __cpuid_count(0xd, id) };
-            let place =
-                Place { offset: usize::try_from(ebx).ok()?, length: usize::try_from(eax).ok()? };
-            let end = place.offset.checked_add(place.length)?;
-            (place.offset >= EXTENDED_AT && end <= length).then_some((id, place))
-        })
     }
 
     /// The guest's components that are not in their initial state.
@@ -232,27 +196,12 @@ impl FpState {
         legacy
     }
 
-    /// Number and bytes of each extended component that is not in its initial state.
-    pub(super) fn components(&self) -> Vec<(u32, Vec<u8>)> {
-        let present = self.guest_present();
-        self.extended()
-            .filter(|(id, _)| present >> id & 1 == 1)
-            .map(|(id, place)| (id, self.0[place.offset..place.offset + place.length].to_vec()))
-            .collect()
-    }
-
     /// Loads foreign bytes, which loading into the processor must not be able to refuse. `self`
     /// is as a kernel of this host made it; nothing is changed if it fails.
-    pub(super) fn load(
-        &mut self,
-        present: u64,
-        legacy: &[u8],
-        components: &[(u32, Vec<u8>)],
-    ) -> Result<(), BackendError> {
-        let possible = self.possible();
-        if present & !possible != 0 {
-            let missing = present & !possible;
-            let reason = format!("vector registers that this host lacks: components {missing:#x}");
+    pub(super) fn load(&mut self, present: u64, legacy: &[u8]) -> Result<(), BackendError> {
+        let foreign = present & !GUEST_COMPONENTS;
+        if foreign != 0 {
+            let reason = format!("vector registers that no guest has: components {foreign:#x}");
             return Err(BackendError::state(reason));
         }
         let legacy: &[u8; LEGACY_BYTES] = legacy.try_into().map_err(|_| {
@@ -265,42 +214,9 @@ impl FpState {
         if mxcsr & !mask != 0 {
             return Err(BackendError::state(format!("MXCSR {mxcsr:#x} has reserved bits")));
         }
-        let places = self.places_for(present, components)?;
-        self.reset();
         self.put(0, legacy);
         self.put(MXCSR_MASK_AT, &own_mask.to_le_bytes());
-        for (place, (_, bytes)) in places.iter().zip(components) {
-            self.put(place.offset, bytes);
-        }
         self.set_present(present);
         Ok(())
-    }
-
-    /// Checks that the extended components are exactly those present, each once, each as long as
-    /// this processor has it.
-    fn places_for(
-        &self,
-        present: u64,
-        components: &[(u32, Vec<u8>)],
-    ) -> Result<Vec<Place>, BackendError> {
-        let mut expected = present & !0b11;
-        let mut places = Vec::new();
-        for (id, bytes) in components {
-            let known = self.extended().find(|(known, _)| known == id);
-            let place = match known {
-                Some((_, place)) if place.length == bytes.len() && expected >> id & 1 == 1 => place,
-                _ => {
-                    let length = bytes.len();
-                    let reason = format!("component {id} of {length} bytes is not what is present");
-                    return Err(BackendError::state(reason));
-                }
-            };
-            expected &= !(1 << id);
-            places.push(place);
-        }
-        if expected != 0 {
-            return Err(BackendError::state(format!("components {expected:#x} are missing")));
-        }
-        Ok(places)
     }
 }

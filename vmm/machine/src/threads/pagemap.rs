@@ -11,24 +11,16 @@
 //! (`PTE_MARKER_UFFD_WP`). Otherwise a scan could not tell these from pages that were written and
 //! then reclaimed, and would report all neighbours of a touched page. It costs the page tables of
 //! the whole guest: 2 MiB for each GiB.
-//!
-//! A scan looks at a page in about a nanosecond, so a sync, which is part of the blackout, leaves
-//! out what can't have been written because the memory's file has no page there. Which pages
-//! the file has is learnt again whenever their number has changed.
 
 mod call;
-mod populated;
 mod scan;
 #[cfg(test)]
 mod tests;
 mod uffd;
 
-use martlet_bitmap::PageBitmap;
-use martlet_ram::{DirtySource, GuestRam, RamBitmap, RamRegion, RegionIndex, TrackError};
-use populated::Populated;
+use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError};
 use rustix::io::Errno;
 use scan::PageScan;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -42,8 +34,6 @@ pub(crate) struct PagemapTracker {
     scan: PageScan,
     /// Holds the registration.
     _uffd: OwnedFd,
-    /// For each region, where its file has pages.
-    populated: Vec<Populated>,
 }
 
 impl PagemapTracker {
@@ -52,25 +42,18 @@ impl PagemapTracker {
     pub(crate) fn new(ram: Arc<GuestRam>) -> Result<PagemapTracker, TrackError> {
         let uffd = uffd::open()?;
         let mut scan = PageScan::open()?;
-        let mut populated = Vec::new();
         for (index, region) in ram.regions().iter().enumerate() {
             uffd::protect_region(&uffd, index, region)?;
             scan.probe(region)?;
-            let mut places = Populated::new(region);
-            places.learn(region).map_err(|source| {
-                TrackError::host(format!("finding the untouched memory of region {index}"), source)
-            })?;
-            populated.push(places);
         }
-        Ok(PagemapTracker { ram, scan, _uffd: uffd, populated })
+        Ok(PagemapTracker { ram, scan, _uffd: uffd })
     }
 }
 
 impl DirtySource for PagemapTracker {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
-        let regions = self.ram.regions().iter().zip(&mut self.populated);
-        for ((region, populated), (index, bitmap)) in regions.zip(into.iter()) {
-            sync_region(&mut self.scan, region, populated, bitmap).map_err(|source| {
+        for (region, (index, bitmap)) in self.ram.regions().iter().zip(into.iter()) {
+            self.scan.scan_region(region, bitmap).map_err(|source| {
                 TrackError::host(format!("PAGEMAP_SCAN of region {}", index.0), source)
             })?;
         }
@@ -81,19 +64,6 @@ impl DirtySource for PagemapTracker {
     fn rearm(&mut self, _: RegionIndex, _: u64, _: &[u64]) -> Result<(), TrackError> {
         Ok(())
     }
-}
-
-fn sync_region(
-    scan: &mut PageScan,
-    region: &RamRegion,
-    populated: &mut Populated,
-    into: &PageBitmap,
-) -> io::Result<()> {
-    if let Some(runs) = populated.runs(region)? {
-        return runs.iter().try_for_each(|run| scan.scan_pages(region, run.clone(), into));
-    }
-    scan.scan_pages(region, 0..region.pages(), into)?;
-    populated.learn(region)
 }
 
 /// Says what was being done when the kernel refused.

@@ -29,19 +29,9 @@ pub(super) struct SavedVcpu {
     /// x87 and SSE registers as FXSAVE stores them.
     #[cbor(n(4), with = "minicbor::bytes")]
     pub(super) legacy: Vec<u8>,
-    /// The components behind them.
+    /// Empty: once what is behind them, which no guest uses.
     #[n(5)]
-    pub(super) components: Vec<SavedComponent>,
-}
-
-#[derive(Debug, PartialEq, Eq, Encode, Decode)]
-#[cbor(map)]
-pub(super) struct SavedComponent {
-    /// Number of the XSAVE component.
-    #[n(0)]
-    pub(super) id: u32,
-    #[cbor(n(1), with = "minicbor::bytes")]
-    pub(super) bytes: Vec<u8>,
+    pub(super) components: Vec<u8>,
 }
 
 impl SavedVcpu {
@@ -51,14 +41,13 @@ impl SavedVcpu {
         let rip = passage.register(Register::RIP);
         let flags = sanitize_flags(passage.register(Register::FLAGS));
         let fp: &FpState = passage.fp();
-        let components = fp.components().into_iter();
         SavedVcpu {
             general,
             rip,
             flags,
             present: fp.guest_present(),
             legacy: fp.legacy().to_vec(),
-            components: components.map(|(id, bytes)| SavedComponent { id, bytes }).collect(),
+            components: Vec::new(),
         }
     }
 
@@ -97,9 +86,10 @@ impl SavedVcpu {
                 return Err(BackendError::state(reason));
             }
         }
-        let components: Vec<(u32, Vec<u8>)> =
-            self.components.into_iter().map(|component| (component.id, component.bytes)).collect();
-        passage.fp().load(self.present, &self.legacy, &components)?;
+        if !self.components.is_empty() {
+            return Err(BackendError::state("components behind x87 and SSE, which no guest has"));
+        }
+        passage.fp().load(self.present, &self.legacy)?;
         for (register, value) in Register::GENERAL.into_iter().zip(self.general) {
             passage.set_register(register, value);
         }

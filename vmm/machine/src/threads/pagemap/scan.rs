@@ -11,7 +11,6 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, opcode};
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 /// Ranges that one scan returns at most; more take another call.
@@ -42,17 +41,11 @@ struct PmScanArg {
 
 /// `struct page_region`: addresses from `start` to before `end` that are in `categories`.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct PageRegion {
     start: u64,
     end: u64,
     categories: u64,
-}
-
-impl std::fmt::Debug for PageRegion {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:#x}..{:#x}", self.start, self.end)
-    }
 }
 
 /// See the module's comment.
@@ -83,17 +76,12 @@ impl PageScan {
             .map_err(failed(|| "PAGEMAP_SCAN (needs Linux 6.7)".into()))
     }
 
-    /// Adds the written pages of a run to `into` and protects them. After an error written pages
+    /// Adds the written pages of a region to `into` and protects them. After an error written pages
     /// may be lost; the attempt ends with it.
-    pub(super) fn scan_pages(
-        &mut self,
-        region: &RamRegion,
-        pages: Range<u64>,
-        into: &PageBitmap,
-    ) -> io::Result<()> {
+    pub(super) fn scan_region(&mut self, region: &RamRegion, into: &PageBitmap) -> io::Result<()> {
         let base = region.host_ptr(0).expose_provenance() as u64;
-        let end = base + pages.end * PAGE_SIZE;
-        let mut start = base + pages.start * PAGE_SIZE;
+        let end = base + region.len_bytes();
+        let mut start = base;
         while start < end {
             let (count, walk_end) = self.scan(start, end)?;
             for range in self.found.iter().take(count) {

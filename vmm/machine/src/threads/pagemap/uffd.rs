@@ -6,12 +6,10 @@ use super::call::Call;
 use super::failed;
 use martlet_ram::{RamRegion, TrackError};
 use martlet_units::PAGE_SIZE;
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, opcode};
+use rustix::ioctl::{Opcode, opcode};
 use rustix::mm::UserfaultfdFlags;
-use std::ffi::c_void;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
 /// Pages that are protected in one call, which holds the memory map's lock.
 const PROTECT_PAGES_MAX: u64 = 1 << 18;
@@ -24,7 +22,6 @@ const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
-const USERFAULTFD_IOC_NEW: Opcode = opcode::none(0xaa, 0x00);
 const UFFDIO_API: Opcode = opcode::read_write::<UffdioApi>(0xaa, 0x3f);
 const UFFDIO_REGISTER: Opcode = opcode::read_write::<UffdioRegister>(0xaa, 0x00);
 const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<UffdioWriteprotect>(0xaa, 0x06);
@@ -53,16 +50,14 @@ struct UffdioWriteprotect {
 
 /// A userfaultfd that protects asynchronously.
 pub(super) fn open() -> Result<OwnedFd, TrackError> {
-    let uffd = open_device().or_else(|_| {
-        // Not privileged. User-mode-only is no limit here: asynchronous protection is taken away
-        // by the kernel's own stores as well (`do_wp_page`, mm/memory.c).
-        const UFFD_USER_MODE_ONLY: u32 = 1;
-        let flags = UserfaultfdFlags::CLOEXEC
-            | UserfaultfdFlags::NONBLOCK
-            | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
-        // SAFETY: nothing is registered yet.
-        unsafe { rustix::mm::userfaultfd(flags) }
-    });
+    // User-mode-only needs no privilege and is no limit here: asynchronous protection is taken away
+    // by the kernel's own stores as well (`do_wp_page`, mm/memory.c).
+    const UFFD_USER_MODE_ONLY: u32 = 1;
+    let flags = UserfaultfdFlags::CLOEXEC
+        | UserfaultfdFlags::NONBLOCK
+        | UserfaultfdFlags::from_bits_retain(UFFD_USER_MODE_ONLY);
+    // SAFETY: nothing is registered yet.
+    let uffd = unsafe { rustix::mm::userfaultfd(flags) };
     let uffd = uffd.map_err(failed(|| "opening a userfaultfd".into()))?;
     let mut api = UffdioApi {
         api: UFFD_API,
@@ -76,14 +71,6 @@ pub(super) fn open() -> Result<OwnedFd, TrackError> {
     unsafe { rustix::ioctl::ioctl(&uffd, Call::<UFFDIO_API, _>(&mut api)) }
         .map_err(failed(|| "userfaultfd's asynchronous write protection (Linux 6.7)".into()))?;
     Ok(uffd)
-}
-
-fn open_device() -> rustix::io::Result<OwnedFd> {
-    let device =
-        rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    let flags = OFlags::CLOEXEC | OFlags::NONBLOCK;
-    // SAFETY: the device takes flags and makes a userfaultfd, with nothing registered yet.
-    unsafe { rustix::ioctl::ioctl(&device, NewFd(flags)) }
 }
 
 fn register(uffd: impl AsFd, start: u64, len: u64) -> rustix::io::Result<()> {
@@ -124,26 +111,4 @@ pub(super) fn protect_region(
         page += pages;
     }
     Ok(())
-}
-
-/// `USERFAULTFD_IOC_NEW`: its argument is a number, its result a file descriptor.
-struct NewFd(OFlags);
-
-// SAFETY: the kernel takes the pointer for flags and does not follow it (`new_userfaultfd`).
-unsafe impl Ioctl for NewFd {
-    type Output = OwnedFd;
-    const IS_MUTATING: bool = false;
-
-    fn opcode(&self) -> Opcode {
-        USERFAULTFD_IOC_NEW
-    }
-
-    fn as_ptr(&mut self) -> *mut c_void {
-        std::ptr::without_provenance_mut(self.0.bits() as usize)
-    }
-
-    unsafe fn output_from_ptr(fd: IoctlOutput, _: *mut c_void) -> rustix::io::Result<OwnedFd> {
-        // SAFETY: the kernel has just made this descriptor for us.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-    }
 }
