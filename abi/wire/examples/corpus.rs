@@ -48,12 +48,12 @@ fn messages() -> Vec<Control> {
         Control::Committed(Committed { commit_ns: 1, ready_ns: 2, started_ns: 3 }),
         Control::CommitRefused(Abandon::because("no room")),
         Control::Alive(Alive {
-            first_heartbeat_ns: Some(77),
             cpu_ns: 9,
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
             wall_clock_ns: None,
+            observed: Some(vec![7, 7]),
         }),
         Control::Ping(Ping { sent_ns: 1 << 40 }),
         Control::Pong(Pong { sent_ns: 1 << 40, answered_ns: 3 }),

@@ -53,8 +53,8 @@ pub const BOOT_ID_UNTOLD: [u8; 16] = [0; 16];
 
 /// Most data channels of a migration.
 pub const CHANNELS_MAX: u16 = 128;
-/// Most devices that a machine says something of.
-pub const DEVICES_MAX: usize = 64;
+/// Longest report of an observer.
+pub const OBSERVED_BYTES_MAX: usize = 2048;
 /// Most regions of guest memory.
 pub const REGIONS_MAX: usize = 64;
 /// Longest machine description.
@@ -224,9 +224,7 @@ pub struct Committed {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]
 pub struct Alive {
-    /// The guest's first heartbeat on the destination's clock, if it had one.
-    #[n(0)]
-    pub first_heartbeat_ns: Option<u64>,
+    // 0 was the guest's first heartbeat.
     /// CPU time of the destination process during the migration.
     #[n(1)]
     pub cpu_ns: u64,
@@ -236,12 +234,15 @@ pub struct Alive {
     /// When it ended.
     #[n(3)]
     pub load_end_ns: Option<u64>,
-    /// Of the devices, if the machine has some that pass frames.
+    /// Of the devices, if they were resumed.
     #[n(4)]
     pub devices: Option<DevicesAlive>,
     /// The destination host's wall clock (`CLOCK_REALTIME`) minus the clock of these times.
     #[n(5)]
     pub wall_clock_ns: Option<i64>,
+    /// What the VMM's observer saw, opaque to the engine; at most [`OBSERVED_BYTES_MAX`].
+    #[cbor(n(6), with = "minicbor::bytes")]
+    pub observed: Option<Vec<u8>>,
 }
 
 /// How the devices of a guest that has arrived came back; times are on the destination's clock.
@@ -254,12 +255,40 @@ pub struct DevicesAlive {
     /// When the last one had.
     #[n(1)]
     pub resume_end_ns: u64,
-    /// For each network card, at most [`DEVICES_MAX`], when it served its first frame.
+    /// Was when each network card served its first frame. Who wrote that wants it read.
     #[n(2)]
-    pub first_frames_ns: Vec<Option<u64>>,
+    pub unused: Unused,
     /// Which device does not work and why, in one line of at most [`REASON_BYTES_MAX`].
     #[n(3)]
     pub trouble: Option<String>,
+}
+
+/// An array that nobody reads any more; written empty.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unused;
+
+impl<C> Encode<C> for Unused {
+    fn encode<W: minicbor::encode::Write>(
+        &self,
+        encoder: &mut minicbor::Encoder<W>,
+        _: &mut C,
+    ) -> Result<(), minicbor::encode::Error<W::Error>> {
+        encoder.array(0)?.ok()
+    }
+}
+
+impl<'b, C> Decode<'b, C> for Unused {
+    fn decode(
+        decoder: &mut minicbor::Decoder<'b>,
+        _: &mut C,
+    ) -> Result<Unused, minicbor::decode::Error> {
+        decoder.skip()?;
+        Ok(Unused)
+    }
+
+    fn nil() -> Option<Unused> {
+        Some(Unused)
+    }
 }
 
 /// A clock probe.

@@ -1,8 +1,8 @@
 //! What a well-formed control message must obey beyond its layout.
 
 use crate::control::{
-    Abandon, Alive, CHANNELS_MAX, DEVICES_MAX, MACHINE_BYTES_MAX, MeasuredClock, REASON_BYTES_MAX,
-    REGIONS_MAX, STATE_BYTES_MAX, Setup, State, WireRange, checksum,
+    Abandon, Alive, CHANNELS_MAX, MACHINE_BYTES_MAX, MeasuredClock, OBSERVED_BYTES_MAX,
+    REASON_BYTES_MAX, REGIONS_MAX, STATE_BYTES_MAX, Setup, State, WireRange, checksum,
 };
 use core::time::Duration;
 use martlet_units::{ClockOffset, Gfn, PageCount, PageRange};
@@ -39,9 +39,9 @@ pub enum ValueError {
     /// A saved state whose bytes are not those that its checksum was made of.
     #[error("saved state of {0} bytes that its checksum does not fit: it was damaged on the way")]
     Damaged(usize),
-    /// More devices than [`DEVICES_MAX`].
-    #[error("{0} devices, at most {DEVICES_MAX}")]
-    Devices(usize),
+    /// An observer's report above [`OBSERVED_BYTES_MAX`].
+    #[error("an observer's report of {0} bytes, at most {OBSERVED_BYTES_MAX}")]
+    Observed(usize),
 }
 
 impl WireRange {
@@ -124,9 +124,9 @@ impl State {
 
 impl Alive {
     pub(crate) fn check(&self) -> Result<(), ValueError> {
-        match &self.devices {
-            Some(devices) if devices.first_frames_ns.len() > DEVICES_MAX => {
-                Err(ValueError::Devices(devices.first_frames_ns.len()))
+        match &self.observed {
+            Some(bytes) if bytes.len() > OBSERVED_BYTES_MAX => {
+                Err(ValueError::Observed(bytes.len()))
             }
             Some(_) | None => Ok(()),
         }

@@ -1,9 +1,9 @@
 //! Old reads new and new reads old: a field may come and go without a new version.
 
-use martlet_wire::control::{Alive, Commit, Control, MigrationId};
+use martlet_wire::control::{Alive, Commit, Control, DevicesAlive, MigrationId, Unused};
 use martlet_wire::frame::{FrameHeader, Kind, encode};
 use martlet_wire::hello::{Hello, HelloError, HelloReply, OUR_VERSIONS, Status, Versions};
-use minicbor::Encode;
+use minicbor::{Decode, Encode};
 
 /// A [`Commit`] as a later version may send it: all of today's fields, then the next free number,
 /// and one further on. Whoever gives a message that number moves it here too.
@@ -60,12 +60,12 @@ fn new_reads_old() {
     assert_eq!(
         read,
         Control::Alive(Alive {
-            first_heartbeat_ns: None,
             cpu_ns: 9,
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
             wall_clock_ns: None,
+            observed: None,
         })
     );
 }
@@ -117,4 +117,35 @@ fn frames_follow_each_other() {
     encode(&Control::AskDigest, &mut stream).unwrap();
     let header = FrameHeader::parse(stream[first..].first_chunk().unwrap()).unwrap();
     assert_eq!(header.kind(), Kind::ASK_DIGEST);
+}
+
+/// Devices as a build before observers wrote and read them.
+#[derive(Debug, PartialEq, Encode, Decode)]
+#[cbor(map)]
+struct OlderDevices {
+    #[n(0)]
+    resume_begin_ns: u64,
+    #[n(1)]
+    resume_end_ns: u64,
+    #[n(2)]
+    first_frames_ns: Vec<Option<u64>>,
+    #[n(3)]
+    trouble: Option<String>,
+}
+
+#[test]
+fn devices_are_read_by_who_tells_each_cards_frame_and_the_other_way_round() {
+    let (resume_begin_ns, resume_end_ns, trouble) = (5, 6, Some("card 1".to_owned()));
+    let older = |first_frames_ns| OlderDevices {
+        resume_begin_ns,
+        resume_end_ns,
+        first_frames_ns,
+        trouble: trouble.clone(),
+    };
+    let newer =
+        DevicesAlive { resume_begin_ns, resume_end_ns, unused: Unused, trouble: trouble.clone() };
+    let old = minicbor::to_vec(older(vec![Some(7), None])).unwrap();
+    assert_eq!(minicbor::decode::<DevicesAlive>(&old).unwrap(), newer);
+    let new = minicbor::to_vec(&newer).unwrap();
+    assert_eq!(minicbor::decode::<OlderDevices>(&new).unwrap(), older(Vec::new()));
 }

@@ -184,27 +184,27 @@ fn control_messages() {
     check(&Control::CommitRefused(Abandon::because("no")), 13, "a1 00 62 6e6f");
     check(
         &Control::Alive(Alive {
-            first_heartbeat_ns: None,
             cpu_ns: 5,
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
             wall_clock_ns: None,
+            observed: None,
         }),
         14,
         "a1 01 05",
     );
     check(
         &Control::Alive(Alive {
-            first_heartbeat_ns: Some(1 << 32),
             cpu_ns: 5,
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
             wall_clock_ns: None,
+            observed: Some(vec![7, 7]),
         }),
         14,
-        "a2 00 1b 0000000100000000 01 05",
+        "a2 01 05 06 42 0707",
     );
     check(&Control::Query(Query { migration }), 18, &format!("a1 00 50 {ID_HEX}"));
     for (fate, number) in

@@ -15,6 +15,7 @@ mod parameters;
 mod qmp;
 mod report_json;
 mod scratch;
+mod seen;
 mod signals;
 mod snapshot;
 mod vdpa;

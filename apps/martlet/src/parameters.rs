@@ -3,7 +3,7 @@
 
 use crate::accelerator::ZeroCheckArg;
 use crate::cli::{MigrateArgs, ThenArg, TuningArgs};
-use martlet_engine::{MigrateOptions, ParseProviderError, Within};
+use martlet_engine::{MigrateOptions, Within};
 use martlet_ram::ZeroFinders;
 use martlet_units::{ByteCount, BytesPerSec};
 use serde::{Deserialize, Serialize};
@@ -139,7 +139,7 @@ impl Parameters {
         let within = self.x_within.map(WithinParameter::check).transpose()?;
         let zero_finders = self.x_zero_check.as_deref().map(open_zero_check).transpose()?;
         let provider = self.x_rdma_provider.as_deref().map(str::parse).transpose();
-        let provider = provider.map_err(|e: ParseProviderError| e.to_string())?;
+        let provider = provider.map_err(|e: martlet_engine::Error| e.to_string())?;
         self.x_rdma_chunk_size.map_or(Ok(()), |bytes| check_rdma_chunk(ByteCount(bytes)))?;
         let queues = self.x_rdma_queues.map(check_queues).transpose()?;
         let Parameters { x_auto_converge, x_verify, x_rdma_pin_all, x_rdma_chunk_size, .. } = *self;

@@ -2,9 +2,9 @@
 //! `migrate` and `demo`, and printed by `--json`.
 
 use crate::failure::Failure;
-use martlet_engine::{
-    Fault, FrameCheck, GuestCheck, Network, Outcome, Outrun, RdmaUse, Report, Side, Span,
-};
+use crate::seen::{self, Seen};
+use martlet_engine::{Devices, Fault, Outcome, Outrun, RdmaUse, Report, Side, Span};
+use martlet_machine::{FrameCheck, GuestCheck};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -256,8 +256,13 @@ pub(crate) fn round_to(value: f64, steps: f64) -> f64 {
 
 impl From<&Report> for ReportJson {
     fn from(report: &Report) -> ReportJson {
-        let measured = report.blackout.is_some();
-        let predicted = report.predicted.filter(|_| measured);
+        let transfer = &report.transfer;
+        let switchover = report.switchover.clone().unwrap_or_default();
+        let seen = Seen::of(&switchover);
+        let blackout = seen::blackout(report);
+        let predicted = switchover.predicted.filter(|_| blackout.is_some());
+        let phases = &switchover.phases;
+        let has_network = seen.has_cards() || switchover.devices.trouble.is_some();
         ReportJson {
             outcome: match report.outcome {
                 Outcome::Completed => OutcomeJson::Completed,
@@ -268,38 +273,38 @@ impl From<&Report> for ReportJson {
             },
             error: report.error.as_ref().map(|error| crate::failure::one_line(&error.to_line())),
             fault: report.error.as_ref().map(|error| fault_word(error.fault()).to_owned()),
-            total_ms: ms(report.total),
-            blackout_ms: report.blackout.map(ms),
+            total_ms: ms(transfer.total),
+            blackout_ms: blackout.map(ms),
             predicted_blackout_ms: predicted.map(|p| ms(p.total())),
-            clock_error_ms: ms(report.clock_error),
-            wall_clock_difference_ms: report.wall_clock_difference_ns.map(|ns| {
+            clock_error_ms: switchover.clock.map_or(0.0, |clock| ms(clock.error)),
+            wall_clock_difference_ms: switchover.wall_clock_difference_ns.map(|ns| {
                 let size = ms(Duration::from_nanos(ns.unsigned_abs()));
                 if ns < 0 { -size } else { size }
             }),
             phases: PhasesJson {
-                pause: us(report.phases.pause),
-                final_sync: us(report.phases.final_sync),
-                final_pages: us(report.phases.final_pages),
-                cpu_state: us(report.phases.cpu_state),
-                commit: us(report.phases.commit),
-                start: us(report.phases.start),
+                pause: us(phases.pause),
+                final_sync: us(phases.final_sync),
+                final_pages: us(phases.final_pages),
+                cpu_state: us(phases.cpu_state),
+                commit: us(phases.commit),
+                start: us(phases.start),
             },
-            rounds: report.rounds,
+            rounds: transfer.rounds,
             pages: PagesJson {
-                normal: report.pages.normal,
-                zero: report.pages.zero,
-                untouched: report.pages.untouched,
+                normal: transfer.pages.normal,
+                zero: transfer.pages.zero,
+                untouched: transfer.pages.untouched,
             },
-            bytes_sent: report.bytes_sent.0,
-            channels: report.channels,
-            source_cpu_s: seconds(report.source_cpu),
-            destination_cpu_s: report.destination_cpu.map(seconds),
-            rdma: report.rdma.as_ref().map(RdmaJson::from),
-            network: report.network.as_ref().map(NetworkJson::from),
+            bytes_sent: transfer.bytes_sent.0,
+            channels: transfer.channels,
+            source_cpu_s: seconds(transfer.source_cpu),
+            destination_cpu_s: transfer.destination_cpu.map(seconds),
+            rdma: transfer.rdma.as_ref().map(RdmaJson::from),
+            network: has_network.then(|| NetworkJson::new(&seen.cards(), &switchover.devices)),
             outrun: None,
-            guest: report.guest.map(GuestJson::from),
-            memory_equal: report.memory_equal,
-            timeline: report.timeline.iter().map(SpanJson::from).collect(),
+            guest: seen.check().map(GuestJson::from),
+            memory_equal: transfer.memory_equal,
+            timeline: seen.timeline(&switchover).iter().map(SpanJson::from).collect(),
         }
     }
 }
@@ -322,14 +327,15 @@ impl From<FrameCheck> for FramesJson {
     }
 }
 
-impl From<&Network> for NetworkJson {
-    fn from(network: &Network) -> NetworkJson {
+impl NetworkJson {
+    fn new(cards: &[Option<Duration>], devices: &Devices) -> NetworkJson {
+        let worst = cards.iter().copied().collect::<Option<Vec<_>>>();
         NetworkJson {
-            blackout_ms: network.worst().map(ms),
-            cards_ms: network.blackouts.iter().map(|card| card.map(ms)).collect(),
-            suspend_ms: ms(network.suspend),
-            resume_ms: network.resume.map(ms),
-            trouble: network.trouble.as_deref().map(crate::failure::one_line),
+            blackout_ms: worst.and_then(|cards| cards.into_iter().max()).map(ms),
+            cards_ms: cards.iter().map(|card| card.map(ms)).collect(),
+            suspend_ms: ms(devices.suspend),
+            resume_ms: devices.resume.map(ms),
+            trouble: devices.trouble.as_deref().map(crate::failure::one_line),
         }
     }
 }
@@ -351,7 +357,8 @@ impl From<&Span> for SpanJson {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use martlet_engine::{PageCounts, Phases};
+    use martlet_engine::{ClockOffset, Instant, PageCounts, Phases, Switchover};
+    use martlet_machine::Observed;
     use martlet_policy::Prediction;
     use martlet_units::ByteCount;
 
@@ -359,56 +366,66 @@ pub(crate) mod tests {
     pub(crate) fn sample() -> Report {
         let us = Duration::from_micros;
         let span = |name, side, start_us, end_us| Span { name, side, start_us, end_us };
-        Report {
-            outcome: Outcome::Completed,
-            error: None,
-            total: Duration::from_micros(412_345),
-            blackout: Some(us(463)),
-            clock_error: Duration::ZERO,
-            wall_clock_difference_ns: Some(-590_000_000_000),
-            predicted: Some(Prediction { pause: us(40), commit: us(300), ..Prediction::default() }),
-            phases: Phases {
-                pause: us(38),
-                final_sync: us(21),
-                final_pages: us(60),
-                cpu_state: us(44),
-                commit: us(190),
-                start: us(70),
-            },
-            timeline: vec![
-                span("rehearse", Side::Destination, -900, -400),
-                span("arm", Side::Destination, -60, -20),
-                span("suspend devices", Side::Source, -2_480, 0),
-                span("pause vCPUs", Side::Source, 0, 38),
-                span("final sync", Side::Source, 38, 59),
-                span("last pages", Side::Source, 59, 119),
-                span("save state", Side::Source, 38, 163),
-                span("commit", Side::Source, 163, 353),
-                span("load state", Side::Destination, 180, 300),
-                span("start vCPUs", Side::Destination, 353, 423),
-                span("resume devices", Side::Destination, 440, 5_050),
-            ],
-            rounds: 4,
-            pages: PageCounts { normal: 131_800, zero: 12, untouched: 130_800 },
-            bytes_sent: ByteCount(541_000_000),
-            channels: 2,
-            source_cpu: Duration::from_millis(480),
-            destination_cpu: Some(Duration::from_millis(390)),
-            rdma: None,
-            network: Some(Network {
-                blackouts: vec![Some(us(3_900)), Some(us(4_200))],
-                suspend: us(2_480),
-                resume: Some(us(4_610)),
-                trouble: None,
-            }),
-            guest: Some(GuestCheck {
-                verified_pages: 900_000,
-                wrong_pages: 0,
-                heartbeats: 5_000,
-                frames: Some(FrameCheck { sent: 70_100, received: 70_000, ..Default::default() }),
-            }),
-            memory_equal: None,
-        }
+        let mut report = Report::not_begun(Outcome::Completed, None, us(412_345));
+        let transfer = &mut report.transfer;
+        transfer.rounds = 4;
+        transfer.pages = PageCounts { normal: 131_800, zero: 12, untouched: 130_800 };
+        transfer.bytes_sent = ByteCount(541_000_000);
+        transfer.channels = 2;
+        transfer.source_cpu = Duration::from_millis(480);
+        transfer.destination_cpu = Some(Duration::from_millis(390));
+        let mut switchover = Switchover::default();
+        switchover.stop = Instant(10_000_000);
+        switchover.blackout = Some(us(440));
+        switchover.clock = Some(ClockOffset::ONE_CLOCK);
+        switchover.wall_clock_difference_ns = Some(-590_000_000_000);
+        switchover.predicted =
+            Some(Prediction { pause: us(40), commit: us(300), ..Prediction::default() });
+        switchover.phases = Phases {
+            pause: us(38),
+            final_sync: us(21),
+            final_pages: us(60),
+            cpu_state: us(44),
+            commit: us(190),
+            start: us(70),
+        };
+        switchover.timeline = vec![
+            span("rehearse", Side::Destination, -900, -400),
+            span("arm", Side::Destination, -60, -20),
+            span("suspend devices", Side::Source, -2_480, 0),
+            span("pause vCPUs", Side::Source, 0, 38),
+            span("final sync", Side::Source, 38, 59),
+            span("last pages", Side::Source, 59, 119),
+            span("save state", Side::Source, 38, 163),
+            span("commit", Side::Source, 163, 353),
+            span("load state", Side::Destination, 180, 300),
+            span("start vCPUs", Side::Destination, 353, 423),
+            span("resume devices", Side::Destination, 440, 5_050),
+        ];
+        switchover.devices = Devices { suspend: us(2_480), resume: Some(us(4_610)), trouble: None };
+        let frames = FrameCheck { sent: 70_100, received: 70_000, ..FrameCheck::default() };
+        let check = GuestCheck {
+            verified_pages: 900_000,
+            wrong_pages: 0,
+            heartbeats: 5_000,
+            frames: Some(frames),
+        };
+        // The guest was silent from 20 us before the stop to 443 us behind it.
+        let source = Observed {
+            last_heartbeat_ns: Some(9_980_000),
+            last_frames_ns: vec![Some(9_000_000); 2],
+            check: Some(check),
+            ..Observed::default()
+        };
+        let destination = Observed {
+            first_heartbeat_ns: Some(10_443_000),
+            first_frames_ns: vec![Some(12_900_000), Some(13_200_000)],
+            ..Observed::default()
+        };
+        switchover.source_observed = Some(source.encode());
+        switchover.destination_observed = Some(destination.encode());
+        report.switchover = Some(switchover);
+        report
     }
 
     #[test]
@@ -420,8 +437,8 @@ pub(crate) mod tests {
     #[test]
     fn a_verified_migration_has_no_blackout() {
         let mut report = sample();
-        report.blackout = None;
-        report.memory_equal = Some(true);
+        report.switchover.as_mut().unwrap().blackout = None;
+        report.transfer.memory_equal = Some(true);
         let json = ReportJson::from(&report);
         assert_eq!((json.blackout_ms, json.predicted_blackout_ms), (None, None));
         let back: ReportJson =

@@ -2,7 +2,8 @@
 //! processes with `martlet-engine`: an example for who writes one.
 //!
 //! This process boots the guest, and starts another one of itself. In each run the guest goes there,
-//! timed, and comes back, both sides' memory compared while it is stopped.
+//! timed, and comes back, both sides' memory compared while it is stopped. Through pipes each tells
+//! the other where it listens.
 
 mod device;
 mod guest;
@@ -11,13 +12,12 @@ mod vm;
 
 use clap::Parser;
 use martlet_engine::{
-    Address, BuildRequest, DestinationVmm, Error, MigrateOptions, Migration, Outcome,
-    ReceiveStatus, Receiver,
+    BuildRequest, DestinationVmm, Error, MigrateOptions, Migration, Outcome, ReceiveStatus,
+    Receiver, Report,
 };
 use serde_json::json;
-use std::io::{self, BufRead, Write, stdin, stdout};
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::io::{BufRead, BufReader, Write, stdin, stdout};
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vm::{Vm, when};
@@ -36,41 +36,35 @@ struct Args {
     /// Print the result on one line
     #[arg(long)]
     json: bool,
-    /// Be the other process, which the guest reaches at the first address and leaves to the second
-    #[arg(long, hide = true, num_args = 2)]
-    other: Option<Vec<Address>>,
+    /// Be the other process
+    #[arg(long, hide = true)]
+    other: bool,
 }
 
 fn main() -> Result<(), Fail> {
     let args = Args::parse();
-    match args.other.as_deref() {
-        Some([here, there]) => be_the_other(here, there),
-        _ => to_and_fro(&args),
+    if args.other {
+        loop {
+            send(&receive(&mut stdout())?, &mut stdin().lock(), true)?;
+        }
     }
-}
-
-fn to_and_fro(args: &Args) -> Result<(), Fail> {
-    let socket = |name| std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
-    let (here, path) = (Address::Unix(socket("stranger")), socket("stranger-other"));
-    let there = Address::Unix(path.clone());
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("--other").args([there.to_string(), here.to_string()]);
-    let mut other = Other(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?, path);
-    let mut orders = other.0.stdin.take().ok_or("no pipe")?;
-    let mut answers = io::BufReader::new(other.0.stdout.take().ok_or("no pipe")?).lines();
-    let mut answer = || -> Result<String, Fail> { Ok(answers.next().ok_or("it has ended")??) };
-
-    let mut vm = Vm::boot()?;
+    let mut other = command.arg("--other").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+    let mut to = other.stdin.take().ok_or("no pipe")?;
+    let mut from = BufReader::new(other.stdout.take().ok_or("no pipe")?);
     let mut blackouts_ms = Vec::new();
-    let mut once = || -> Result<(), Fail> {
-        answer()?;
-        let blackout = send(&vm, &there, false)?.blackout.ok_or("no blackout was measured")?;
-        vm = receive(&here, || writeln!(orders, "listening"))?;
-        answer()?;
-        blackouts_ms.push(blackout.as_secs_f64() * 1e3);
+    let moved = Vm::boot().and_then(|mut vm| {
+        for _ in 0..args.runs {
+            let switchover = send(&vm, &mut from, false)?.switchover;
+            vm = receive(&mut to)?;
+            let blackout = switchover.and_then(|it| it.blackout).ok_or("no blackout measured")?;
+            blackouts_ms.push(blackout.as_secs_f64() * 1e3);
+        }
         Ok(())
-    };
-    let moved = (0..args.runs).try_for_each(|_| once());
+    });
+    other.kill()?;
+    other.wait()?;
+
     blackouts_ms.sort_by(f64::total_cmp);
     // Nearest rank.
     let percentile = |percent: usize| {
@@ -88,55 +82,34 @@ fn to_and_fro(args: &Args) -> Result<(), Fail> {
     moved
 }
 
-/// The other process, and its socket. Both go with this one.
-struct Other(Child, PathBuf);
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-        let _ = std::fs::remove_file(&self.1);
-    }
-}
-
-fn be_the_other(here: &Address, there: &Address) -> Result<(), Fail> {
-    loop {
-        let vm = receive(here, || writeln!(stdout(), "listening"))?;
-        stdin().lines().next().ok_or("the first process has ended")??;
-        send(&vm, there, true)?;
-        println!("equal");
-    }
-}
-
-/// Moves the guest away.
-fn send(vm: &Arc<Vm>, to: &Address, verify: bool) -> Result<martlet_engine::Report, Fail> {
+/// Moves the guest to where the other process says that it listens.
+fn send(vm: &Arc<Vm>, from: &mut impl BufRead, verify: bool) -> Result<Report, Fail> {
+    let mut line = String::new();
+    from.read_line(&mut line)?;
+    let to = line.trim().parse()?;
     let options = MigrateOptions { verify, ..MigrateOptions::default() };
-    let report =
-        Migration::start(Arc::clone(vm) as _, to, options)?.wait(WAIT_MAX).ok_or("no end")?;
-    let trouble = report.network.as_ref().and_then(|devices| devices.trouble.as_ref());
-    let is_equal = report.memory_equal == verify.then_some(true);
+    let migration = Migration::start(Arc::clone(vm) as _, &to, options)?;
+    let report = migration.wait(WAIT_MAX).ok_or("no end")?;
+    let trouble = report.switchover.as_ref().and_then(|it| it.devices.trouble.as_ref());
+    let is_equal = report.transfer.memory_equal == verify.then_some(true);
     match (report.outcome, is_equal, trouble) {
         (Outcome::Completed, true, None) => Ok(report),
         other => Err(format!("the migration is {other:?}: {:?}", report.error).into()),
     }
 }
 
-/// Takes a guest in; `ready` is called when it may come.
-fn receive(at: &Address, ready: impl FnOnce() -> io::Result<()>) -> Result<Arc<Vm>, Fail> {
-    let last = Arc::new(Mutex::new(None));
-    let kept = Arc::clone(&last);
-    let factory = move |request: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
-        let vm = Vm::build(request).map_err(when("build the VM"))?;
-        *lock(&kept) = Some(Arc::clone(&vm));
-        Ok(vm)
+/// Takes a guest in, and tells the other process where.
+fn receive(to: &mut impl Write) -> Result<Arc<Vm>, Fail> {
+    let build = |request: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
+        Ok(Vm::build(request).map_err(when("build the VM"))?)
     };
-    let receiver = Receiver::start(at, Arc::new(factory))?;
-    ready()?;
+    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse()?, Arc::new(build))?;
+    writeln!(to, "{}", receiver.address())?;
     match receiver.wait(WAIT_MAX) {
         ReceiveStatus::Arrived => receiver.stop(),
         other => return Err(format!("no guest has arrived: {other:?}").into()),
     }
-    Ok(lock(&last).take().ok_or("the guest came to no VM")?)
+    Ok(receiver.machine().ok_or("the guest came to no VM")?)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

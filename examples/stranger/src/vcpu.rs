@@ -6,31 +6,20 @@ use crate::guest::TICK_PORT;
 use crate::{Fail, lock};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use martlet_engine::{Instant, monotonic_now};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::Waker;
 use std::thread::{self, JoinHandle};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
-
-/// The guest's ticks: the last one's number, and when the first and the last left this process.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Ticks {
-    number: u32,
-    pub(crate) first: Option<Instant>,
-    pub(crate) last: Option<Instant>,
-}
 
 pub(crate) struct Vcpu {
     fd: Mutex<VcpuFd>,
     /// While it is not 0, KVM_RUN completes what is pending and returns.
     immediate_exit: AtomicPtr<u8>,
     msrs: Vec<u32>,
-    pub(crate) ticks: Mutex<Ticks>,
+    /// The number of the guest's last tick.
+    tick: Mutex<u32>,
     thread: Mutex<Option<JoinHandle<Result<(), Fail>>>>,
-    is_out: AtomicBool,
-    wake: Mutex<Option<Waker>>,
 }
 
 impl Vcpu {
@@ -43,9 +32,8 @@ impl Vcpu {
         let is_given = |index: &u32| get_msrs(&fd, &[*index]).is_ok();
         let msrs = kvm.get_msr_index_list()?.as_slice().iter().copied().filter(is_given).collect();
         let immediate_exit = AtomicPtr::new(&raw mut fd.get_kvm_run().immediate_exit);
-        let (fd, ticks, thread) = (Mutex::new(fd), Mutex::default(), Mutex::default());
-        let (is_out, wake) = (true.into(), Mutex::default());
-        Ok(Arc::new(Vcpu { fd, immediate_exit, msrs, ticks, thread, is_out, wake }))
+        let (fd, tick, thread) = (Mutex::new(fd), Mutex::default(), Mutex::default());
+        Ok(Arc::new(Vcpu { fd, immediate_exit, msrs, tick, thread }))
     }
 
     /// Where a guest of PVH begins: 32-bit code in flat segments, without paging.
@@ -63,23 +51,16 @@ impl Vcpu {
 
     pub(crate) fn run(self: &Arc<Self>) {
         self.set_immediate_exit(0);
-        self.is_out.store(false, Ordering::SeqCst);
         let vcpu = Arc::clone(self);
-        *lock(&self.thread) = Some(thread::spawn(move || {
-            let served = vcpu.serve();
-            vcpu.is_out.store(true, Ordering::SeqCst);
-            lock(&vcpu.wake).take().into_iter().for_each(Waker::wake);
-            served
-        }));
+        *lock(&self.thread) = Some(thread::spawn(move || vcpu.serve()));
     }
 
     pub(crate) fn is_out(&self) -> bool {
-        self.is_out.load(Ordering::SeqCst)
+        lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Tells it to leave the guest, and to say when it has; waits for nothing.
-    pub(crate) fn stop(&self, wake: &Waker) {
-        *lock(&self.wake) = Some(wake.clone());
+    /// Tells it to leave the guest; waits for nothing.
+    pub(crate) fn stop(&self) {
         self.set_immediate_exit(1);
         if let Some(thread) = &*lock(&self.thread) {
             let _ = thread.kill(SIGRTMIN());
@@ -103,7 +84,7 @@ impl Vcpu {
         put(&mut state, &fd.get_xcrs()?);
         put(&mut state, &fd.get_xsave()?);
         put(&mut state, &fd.get_vcpu_events()?);
-        put(&mut state, &lock(&self.ticks).number);
+        put(&mut state, &*lock(&self.tick));
         get_msrs(&fd, &self.msrs)?.as_slice().iter().for_each(|msr| put(&mut state, msr));
         Ok(state)
     }
@@ -119,7 +100,7 @@ impl Vcpu {
         // SAFETY: no feature whose state is longer than this is switched on in this process.
         unsafe { fd.set_xsave(&take(state)?) }?;
         let events = take(state)?;
-        lock(&self.ticks).number = take(state)?;
+        *lock(&self.tick) = take(state)?;
         set_msrs(&fd, state)?;
         fd.set_mp_state(mp_state)?;
         Ok(fd.set_vcpu_events(&events)?)
@@ -145,13 +126,11 @@ impl Vcpu {
     }
 
     fn on_tick(&self, number: &[u8]) -> Result<(), Fail> {
-        let mut ticks = lock(&self.ticks);
-        let next = ticks.number + 1;
-        if number != next.to_le_bytes() {
-            return Err(format!("tick {number:?} follows tick {}", ticks.number).into());
+        let mut tick = lock(&self.tick);
+        if number != (*tick + 1).to_le_bytes() {
+            return Err(format!("tick {number:?} follows tick {tick}").into());
         }
-        let now = Some(monotonic_now());
-        *ticks = Ticks { number: next, first: ticks.first.or(now), last: now };
+        *tick += 1;
         Ok(())
     }
 }

@@ -8,13 +8,11 @@ use crate::{Fail, guest, lock};
 use kvm_ioctls::Kvm;
 use martlet_engine::kvm::{KvmLog, KvmSlots};
 use martlet_engine::{
-    BuildRequest, DestinationVmm, DirtyMarker, DirtySource, Error, GuestRam, Instant, LoadFor,
-    PAGE_SIZE, Paused, Rehearsal, RunPermit, RunState, SourceVmm, TrackError, Tracker,
-    monotonic_now,
+    BuildRequest, DestinationVmm, DirtyMarker, Error, GuestRam, LoadFor, PAGE_SIZE, Paused,
+    RunPermit, RunState, SourceVmm, TrackError, Tracker,
 };
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
-use std::time::Duration;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 const MEMORY_BYTES: usize = 64 << 20;
@@ -68,7 +66,7 @@ impl Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        self.vcpu.stop(Waker::noop());
+        self.vcpu.stop();
         self.device.stop();
         let _ = self.vcpu.wait();
         self.device.wait();
@@ -89,21 +87,10 @@ impl SourceVmm for Vm {
         Arc::clone(self.slots.ram())
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+    fn track(&self) -> Result<Tracker, TrackError> {
         let tracker = Tracker::lease(self.slots.ram())?;
-        let vcpu = KvmLog::start(&self.slots)?;
-        Ok(Box::new(tracker.with(Box::new(vcpu)).with(Box::new(self.device.marker.source()))))
-    }
-
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
-        let begin = monotonic_now();
-        self.vcpu.stop(Waker::noop());
-        self.vcpu.wait().map_err(when("rehearse the stop"))?;
-        let pause = monotonic_now().since(begin);
-        let state = self.vcpu.save();
-        self.vcpu.run();
-        let save = monotonic_now().since(begin) - pause;
-        Ok(Rehearsal { pause, save, state: state.map_err(when("rehearse the stop"))? })
+        let (vcpu, device) = (KvmLog::start(&self.slots)?, self.device.marker.source());
+        Ok(tracker.with(Box::new(vcpu)).with(Box::new(device)))
     }
 
     fn begin_suspend(&self, _: &Waker) {
@@ -114,8 +101,8 @@ impl SourceVmm for Vm {
         if self.device.is_out() { Poll::Ready(Ok(())) } else { Poll::Pending }
     }
 
-    fn begin_pause(&self, wake: &Waker) {
-        self.vcpu.stop(wake);
+    fn begin_pause(&self, _: &Waker) {
+        self.vcpu.stop();
     }
 
     fn poll_paused(&self) -> Poll<Result<Paused, Error>> {
@@ -132,23 +119,19 @@ impl SourceVmm for Vm {
         Poll::Ready(self.vcpu.save().map_err(when("save the state")))
     }
 
-    fn cancel_stop(&self) {
-        // Both are out in a moment: a VMM whose device may be late does this on another thread.
-        self.vcpu.stop(Waker::noop());
-        if self.vcpu.wait().is_ok() {
-            self.vcpu.run();
+    fn resume(&self, paused: Option<Paused>) {
+        match paused {
+            Some(Paused { permit, was }) => self.start(permit, was),
+            // It is out in a moment. A VMM of many vCPUs waits for them on another thread.
+            None => {
+                self.vcpu.stop();
+                if self.vcpu.wait().is_ok() {
+                    self.vcpu.run();
+                }
+            }
         }
         self.device.wait();
         self.device.go().expect("its memory is here");
-    }
-
-    fn resume(&self, permit: RunPermit, state: RunState) {
-        self.start(permit, state);
-        self.device.go().expect("its memory is here");
-    }
-
-    fn last_heartbeat(&self) -> Option<Instant> {
-        lock(&self.vcpu.ticks).last
     }
 }
 
@@ -157,9 +140,8 @@ impl DestinationVmm for Vm {
         Arc::clone(self.slots.ram())
     }
 
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
-        self.vcpu.load(state).map_err(when("load the state"))?;
-        Ok(Duration::ZERO)
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<(), Error> {
+        self.vcpu.load(state).map_err(when("load the state"))
     }
 
     fn start(&self, permit: RunPermit, state: RunState) {
@@ -169,11 +151,7 @@ impl DestinationVmm for Vm {
         }
     }
 
-    fn resume_devices(&self) -> Result<(), Error> {
-        self.device.go().map_err(when("resume the device"))
-    }
-
-    fn first_heartbeat(&self) -> Option<Instant> {
-        lock(&self.vcpu.ticks).first
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
+        Poll::Ready(self.device.go().map_err(when("resume the device")))
     }
 }

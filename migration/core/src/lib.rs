@@ -11,9 +11,10 @@ mod vmm;
 
 pub use error::{Error, Fault};
 pub use report::{
-    Network, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+    Devices, Outcome, Outrun, PageCounts, Phases, Progress, RdmaUse, Report, Side, Span, Status,
+    Switchover, Transfer,
 };
 pub use vmm::{
-    BuildRequest, DestinationFactory, DestinationVmm, FrameCheck, GuestCheck, LoadFor, Paused,
-    Peer, Rehearsal, RunState, SourceVmm,
+    BuildRequest, DestinationFactory, DestinationVmm, GuestObserver, LoadFor, OBSERVED_BYTES_MAX,
+    Paused, Peer, Rehearsal, RunState, SourceVmm,
 };

@@ -1,8 +1,8 @@
 //! What a migration tells its owner: progress while it runs, a report at the end.
 
-use crate::{Error, GuestCheck};
+use crate::Error;
 use martlet_policy::Prediction;
-use martlet_units::{ByteCount, BytesPerSec, PageCount};
+use martlet_units::{ByteCount, BytesPerSec, ClockOffset, Instant, PageCount};
 use std::time::Duration;
 
 /// Where a migration stands, in QEMU's words where QEMU has one.
@@ -180,26 +180,16 @@ pub enum Outcome {
     GivenUp,
 }
 
-/// What became of the guest's network cards in a switchover.
+/// What became of the guest's devices in a switchover.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Network {
-    /// For each card, from the last frame it served at the source to the first at the
-    /// destination; `None` if that is not known, because it served none or because there are two
-    /// clocks. In the order of the cards.
-    pub blackouts: Vec<Option<Duration>>,
-    /// From the order to suspend until no card touched memory any more. vCPUs run meanwhile.
+pub struct Devices {
+    /// From the order to suspend until none touched memory any more. vCPUs run meanwhile.
     pub suspend: Duration,
-    /// From the order to resume until the last card had. vCPUs run already.
+    /// From the order to resume until the last one had. vCPUs run already. `None` if the
+    /// destination did not say.
     pub resume: Option<Duration>,
     /// Which device does not work at the destination, and why, in one line.
     pub trouble: Option<String>,
-}
-
-impl Network {
-    /// The longest blackout of a card; `None` if one is not known.
-    pub fn worst(&self) -> Option<Duration> {
-        self.blackouts.iter().copied().collect::<Option<Vec<_>>>()?.into_iter().max()
-    }
 }
 
 /// How RDMA served a migration.
@@ -213,30 +203,34 @@ pub struct RdmaUse {
     pub pages_again: u64,
 }
 
-/// What was measured in one migration.
+/// How a migration ended, and what was measured.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Report {
     /// How it ended.
     pub outcome: Outcome,
     /// Why it did not move the guest.
     pub error: Option<Error>,
+    /// What was sent, by what means, and what that took.
+    pub transfer: Transfer,
+    /// The stop of the guest, if it came to that.
+    pub switchover: Option<Switchover>,
+}
+
+impl Report {
+    /// The report of an attempt that ended, after `total`, before anything was sent.
+    pub fn not_begun(outcome: Outcome, error: Option<Error>, total: Duration) -> Report {
+        let transfer = Transfer { total, ..Transfer::default() };
+        Report { outcome, error, transfer, switchover: None }
+    }
+}
+
+/// What was sent in a migration, by what means, and what that took.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Transfer {
     /// From the call until the destination's acknowledgement.
     pub total: Duration,
-    /// Last heartbeat at the source to the first at the destination when both hosts are one, else
-    /// the sum of [`Phases`]. `None` if there was no switchover, or one lengthened by a check.
-    pub blackout: Option<Duration>,
-    /// What `blackout` may be off by because two hosts' clocks were compared; zero on one host.
-    pub clock_error: Duration,
-    /// The destination host's wall clock minus the source's, in nanoseconds; as uncertain as
-    /// `clock_error` says. The guest's clocks do not follow it. `None` if the destination did not
-    /// say.
-    pub wall_clock_difference_ns: Option<i64>,
-    /// What was predicted when the guest was stopped.
-    pub predicted: Option<Prediction>,
-    /// The blackout's parts.
-    pub phases: Phases,
-    /// The switchover, bar by bar.
-    pub timeline: Vec<Span>,
     /// Pre-copy rounds and the last one.
     pub rounds: u32,
     /// Pages by what was done with them.
@@ -251,37 +245,35 @@ pub struct Report {
     pub destination_cpu: Option<Duration>,
     /// How RDMA served it, if it was asked for.
     pub rdma: Option<RdmaUse>,
-    /// What became of its network cards, if it has some; and of a device that does not work.
-    pub network: Option<Network>,
-    /// What the guest said of itself when it left.
-    pub guest: Option<GuestCheck>,
     /// Whether both sides' memory was equal before the commit, if that was asked for.
     pub memory_equal: Option<bool>,
 }
 
-impl Report {
-    /// The report of an attempt that ended, after `total`, before anything was sent.
-    pub fn not_begun(outcome: Outcome, error: Option<Error>, total: Duration) -> Report {
-        Report {
-            outcome,
-            error,
-            total,
-            blackout: None,
-            clock_error: Duration::ZERO,
-            wall_clock_difference_ns: None,
-            predicted: None,
-            phases: Phases::default(),
-            timeline: Vec::new(),
-            rounds: 0,
-            pages: PageCounts::default(),
-            bytes_sent: ByteCount(0),
-            channels: 0,
-            source_cpu: Duration::ZERO,
-            destination_cpu: None,
-            rdma: None,
-            network: None,
-            guest: None,
-            memory_equal: None,
-        }
-    }
+/// The stop of a guest, and its start.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Switchover {
+    /// From the last vCPU's way out at the source to the first one's way in at the destination.
+    /// `None` if the guest did not leave, or if a check lengthened it.
+    pub blackout: Option<Duration>,
+    /// How the destination's clock differs from the source's, and what the times of both together
+    /// may be off by: nothing on one host. `None` if the destination did not say when it started.
+    pub clock: Option<ClockOffset>,
+    /// The destination host's wall clock minus the source's, in nanoseconds; as uncertain as
+    /// `clock` says. The guest's clocks do not follow it. `None` if the destination did not say.
+    pub wall_clock_difference_ns: Option<i64>,
+    /// What was predicted when the guest was stopped.
+    pub predicted: Option<Prediction>,
+    /// The blackout's parts.
+    pub phases: Phases,
+    /// What became of the devices.
+    pub devices: Devices,
+    /// Zero of `timeline` on the source's `CLOCK_MONOTONIC`: when the vCPUs were told to stop.
+    pub stop: Instant,
+    /// What happened, bar by bar.
+    pub timeline: Vec<Span>,
+    /// What the source's observer saw of a guest that left.
+    pub source_observed: Option<Vec<u8>>,
+    /// What the destination's observer saw. It comes from the peer: anything may be in it.
+    pub destination_observed: Option<Vec<u8>>,
 }

@@ -2,8 +2,10 @@
 
 use crate::{Error, Fault};
 use martlet_protocol::RunPermit;
-use martlet_ram::{DirtySource, GuestRam, TrackError};
-use martlet_units::{ClockOffset, Instant, PageRange};
+use martlet_ram::{GuestRam, TrackError, Tracker};
+use martlet_units::{ClockOffset, PageRange};
+pub use martlet_wire::control::OBSERVED_BYTES_MAX;
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
@@ -46,43 +48,31 @@ pub struct Rehearsal {
     pub state: Vec<u8>,
 }
 
-/// What a guest says of itself, if it can.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GuestCheck {
-    /// Pages whose content it checked since its boot.
-    pub verified_pages: u64,
-    /// Pages that were wrong. One is a lost guest.
-    pub wrong_pages: u64,
-    /// Its heartbeats since its boot.
-    pub heartbeats: u64,
-    /// What it says of its network cards, if it has any.
-    pub frames: Option<FrameCheck>,
+/// Looks at a guest for its owner. What it reports is carried into the migration's
+/// [`Switchover`](crate::Switchover) as it is: only the owner knows what it means.
+pub trait GuestObserver: Send + Sync {
+    /// What was seen of the guest in this process: at the source until it left, at the destination
+    /// since it arrived. At most [`OBSERVED_BYTES_MAX`]; a longer one is left out.
+    fn report(&self) -> Vec<u8>;
+
+    /// At the destination, whether there is anything to wait for. The source is told that the guest
+    /// lives once there is not, or after a second.
+    fn has_seen_all(&self) -> bool {
+        true
+    }
 }
 
-/// What a guest says of the frames it exchanged since its boot, over all its network cards. Frames
-/// are numbered and checksummed; what comes back is compared.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FrameCheck {
-    /// Frames it sent.
-    pub sent: u64,
-    /// Frames that came back whole and in their turn.
-    pub received: u64,
-    /// Numbers that were left out.
-    pub lost: u64,
-    /// Numbers that came again.
-    pub repeated: u64,
-    /// Frames whose content was wrong.
-    pub damaged: u64,
-    /// How often a queue's index went past 65535.
-    pub index_wraps: u64,
+/// What an observer says, if there is one and it is not too long.
+pub(crate) fn observed(observer: Option<&dyn GuestObserver>) -> Option<Vec<u8>> {
+    observer.map(GuestObserver::report).filter(|report| report.len() <= OBSERVED_BYTES_MAX)
 }
 
 /// A machine whose guest can be moved away.
 ///
 /// Order of calls in one attempt: `machine_description`, `track`, any number of `rehearse` and
 /// `set_throttle`, then `begin_suspend`, `poll_suspended`, `begin_pause`, `poll_paused`,
-/// `poll_state`, and if the attempt fails, `resume`. All take `&self`: the owner may ask for status
-/// meanwhile.
+/// `poll_state`, and if the attempt fails in between, `resume`. All take `&self`: the owner may ask
+/// for status meanwhile.
 ///
 /// `track` and `rehearse` may take their time: they are called on a thread of their own, which an
 /// attempt that is over waits for only if it tracks. All others return at once, whatever a device or
@@ -97,12 +87,14 @@ pub trait SourceVmm: Send + Sync {
 
     /// Starts dirty tracking. Pages written from now on are reported; the state before is
     /// whatever the first round sends.
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError>;
+    fn track(&self) -> Result<Tracker, TrackError>;
 
     /// Stops all vCPUs as for a switchover, saves their state and lets them go on, and measures
     /// that. The guest loses what the stop takes: a fraction of a millisecond, where each vCPU has
-    /// a processor.
-    fn rehearse(&self) -> Result<Rehearsal, Error>;
+    /// a processor. Without it, what is predicted of the blackout is its pages only.
+    fn rehearse(&self) -> Result<Option<Rehearsal>, Error> {
+        Ok(None)
+    }
 
     /// Takes this share of a running guest's time away, 0 to 99 per cent.
     fn set_throttle(&self, percent: u8) {
@@ -135,31 +127,18 @@ pub trait SourceVmm: Send + Sync {
     /// `poll_paused` and `resume`.
     fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>>;
 
-    /// Undoes `begin_suspend` and `begin_pause` that were not answered yet: devices and guest go on
-    /// as they were, each as soon as it has answered, however late that is. In between a new
-    /// attempt may fail.
-    fn cancel_stop(&self);
-
-    /// Gives the permit back; the guest goes on as it was, first its vCPUs, then its devices, which
-    /// nobody waits for. The source's way out of every failure before the commit.
-    fn resume(&self, permit: RunPermit, state: RunState);
+    /// Undoes whatever of the stop was begun; the source's way out of every failure before the
+    /// commit. With what `poll_paused` gave: the guest goes on as it was, first its vCPUs, then its
+    /// devices. With `None`, `begin_suspend` and perhaps `begin_pause` were not answered yet:
+    /// devices and guest go on, each as soon as it has answered, however late that is; in between
+    /// a new attempt may fail.
+    fn resume(&self, paused: Option<Paused>);
 
     /// After the commit: the guest has left for good. vCPU threads may end.
     fn moved_away(&self) {}
 
-    /// The last heartbeat that left this process, on `CLOCK_MONOTONIC`.
-    fn last_heartbeat(&self) -> Option<Instant> {
-        None
-    }
-
-    /// For each network card, when it served its last frame in this process, on
-    /// `CLOCK_MONOTONIC`.
-    fn last_frames(&self) -> Vec<Option<Instant>> {
-        Vec::new()
-    }
-
-    /// What the guest says of itself.
-    fn guest_check(&self) -> Option<GuestCheck> {
+    /// Who looks at the guest, if anybody does.
+    fn observer(&self) -> Option<&dyn GuestObserver> {
         None
     }
 }
@@ -235,16 +214,15 @@ pub enum LoadFor {
 /// A machine that waits for a guest.
 ///
 /// Order of calls: any number of `load_state` (rehearsals), `arm`, the last `load_state`, `start`,
-/// `resume_devices`.
+/// `begin_resume`, `poll_resumed` until it is ready.
 /// Dropping it before `start` frees everything.
-pub trait DestinationVmm: Send + Sync {
+pub trait DestinationVmm: Any + Send + Sync {
     /// The memory to receive into.
     fn ram(&self) -> Arc<GuestRam>;
 
     /// Loads a state into the waiting vCPUs and devices, all vCPUs at once. The state comes from
-    /// the peer: anything may be in it. Guest memory is afterwards as it was before. Returns how
-    /// long entering and leaving a vCPU took afterwards, as a measure of what `start` will take.
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error>;
+    /// the peer: anything may be in it. Guest memory is afterwards as it was before.
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<(), Error>;
 
     /// The blackout is near: the threads of the vCPUs stay awake from now on, yielding, for at
     /// most `limit`.
@@ -255,25 +233,21 @@ pub trait DestinationVmm: Send + Sync {
     /// Runs the guest, or leaves it paused. Its devices are not waited for.
     fn start(&self, permit: RunPermit, state: RunState);
 
-    /// How many devices [`DestinationVmm::resume_devices`] has to wait for.
-    fn devices(&self) -> usize {
-        0
+    /// Tells all devices to go on, together; waits for nothing. Right after `start`, also for a
+    /// guest that stays paused, whose devices then stay as they are. Wakes `wake` once
+    /// `poll_resumed` is ready.
+    fn begin_resume(&self, wake: &Waker) {
+        let _ = wake;
     }
 
-    /// Sets all devices going, together, and waits until they do; right after `start`, and also
-    /// for a guest that stays paused, whose devices then stay as they are. The guest has arrived
-    /// whatever comes of this: an error says which device does not work.
-    fn resume_devices(&self) -> Result<(), Error> {
-        Ok(())
+    /// Ready when they do. The guest has arrived whatever comes of this: an error says which device
+    /// does not work.
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
     }
 
-    /// The first heartbeat that left this process, on `CLOCK_MONOTONIC`.
-    fn first_heartbeat(&self) -> Option<Instant> {
+    /// Who looks at the guest, if anybody does.
+    fn observer(&self) -> Option<&dyn GuestObserver> {
         None
-    }
-
-    /// For each network card, when it served its first frame in this process.
-    fn first_frames(&self) -> Vec<Option<Instant>> {
-        Vec::new()
     }
 }

@@ -51,13 +51,8 @@ impl SourceVmm for Vmm {
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(self.memory.ram())
     }
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
-        Ok(Box::new(Tracker::lease(self.memory.ram())?.with(Box::new(self.memory.source()))))
-    }
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
-        let (begin, state) = (monotonic_now(), self.stop());
-        self.run();
-        Ok(Rehearsal { pause: monotonic_now().since(begin), save: Duration::ZERO, state })
+    fn track(&self) -> Result<Tracker, TrackError> {
+        Ok(Tracker::lease(self.memory.ram())?.with(Box::new(self.memory.source())))
     }
     fn begin_pause(&self, _: &Waker) {
         self.stop(); // the vCPU sleeps 20 us at most
@@ -69,12 +64,12 @@ impl SourceVmm for Vmm {
     fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>> {
         Poll::Ready(Ok(self.stop()))
     }
-    fn cancel_stop(&self) {
+    fn resume(&self, paused: Option<Paused>) {
+        if let Some(Paused { permit, .. }) = paused {
+            *self.guest.permit.lock().unwrap() = Some(permit);
+        }
         self.stop();
         self.run();
-    }
-    fn resume(&self, permit: RunPermit, state: RunState) {
-        self.start(permit, state);
     }
 }
 
@@ -82,10 +77,10 @@ impl DestinationVmm for Vmm {
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(self.memory.ram())
     }
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<(), Error> {
         let state = state.try_into().map_err(|_| Error::vmm("load the state", "not 8 bytes"))?;
         self.guest.register.store(u64::from_le_bytes(state), SeqCst);
-        Ok(Duration::ZERO)
+        Ok(())
     }
     fn start(&self, permit: RunPermit, _: RunState) {
         *self.guest.permit.lock().unwrap() = Some(permit);
@@ -104,5 +99,5 @@ fn main() {
     let options = MigrateOptions { verify: true, ..Default::default() };
     let migration = Migration::start(Arc::new(vmm), &receiver.address(), options).unwrap();
     let report = migration.wait(Duration::from_secs(60)).expect("it ends");
-    assert_eq!((report.outcome, report.memory_equal), (Outcome::Completed, Some(true)));
+    assert_eq!((report.outcome, report.transfer.memory_equal), (Outcome::Completed, Some(true)));
 }

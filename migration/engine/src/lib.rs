@@ -17,8 +17,8 @@
 //! * **A description**, from which the destination's [`DestinationFactory`] builds the same machine.
 //! * **Stop and start**: devices are suspended, vCPUs paused, their state is given and loaded.
 //!
-//! The rest has defaults: a throttle, threads that stay awake, heartbeats, network cards, what the
-//! guest says of itself.
+//! The rest has defaults: a rehearsal, a throttle, devices, threads that stay awake, and a
+//! [`GuestObserver`], whose word on the guest is carried into the [`Switchover`] of the report.
 //!
 //! # In which order calls come
 //!
@@ -30,14 +30,13 @@
 //!  4  begin_suspend, poll_suspended   arm                          the vCPUs run
 //!  5  begin_pause, poll_paused                                     the guest stands
 //!  6  poll_state                      load_state, start
-//!  7  moved_away                      resume_devices               the guest runs
+//!  7  moved_away                      begin_resume, poll_resumed   the guest runs
 //! ```
 //!
 //! After 4 no device touches guest memory, after 5 nobody does, and all that was written is in the
 //! tracker. Steps 2 and 3 may come again. If an attempt fails before the commit, between 6 and 7,
-//! [`SourceVmm::cancel_stop`] (in 4 and 5) or [`SourceVmm::resume`] (from then on) undoes what was
-//! begun, and the tracker is dropped: the guest runs on as if nothing had been, and the next attempt
-//! may begin.
+//! [`SourceVmm::resume`] undoes what was begun of 4 and 5, and the tracker is dropped: the guest runs
+//! on as if nothing had been, and the next attempt may begin.
 //!
 //! # Who owns what
 //!
@@ -46,7 +45,8 @@
 //! * Memory is shared: the engine keeps the [`GuestRam`], and through it what was adopted, as long as
 //!   its threads may read or write there.
 //! * The tracker is the engine's for one attempt; there is never a second one for the same memory.
-//! * The VMM is shared (`Arc<dyn SourceVmm>`). Calls come from the engine's threads, one at a time for
+//! * The VMM is shared (`Arc<dyn SourceVmm>`), and [`Receiver::machine`] hands out the one whose guest
+//!   has arrived. Calls come from the engine's threads, one at a time for
 //!   an attempt.
 //!
 //! # An example
@@ -70,7 +70,7 @@ pub use martlet_ram::VmMemoryPages;
 pub use martlet_ram::{
     AccessError, Backing, CpuFinders, DirtyMarker, DirtySource, GuestRam, LostPage, MarkedPages,
     PageBitmap, RamBitmap, RamError, RamRegion, RegionFile, RegionIndex, TrackError, Tracker,
-    ZeroCheck, ZeroFinder, ZeroFinders, mark_touched,
+    ZeroCheck, ZeroFinder, ZeroFinders,
 };
 pub use martlet_transport::{Address, ParseAddressError, monotonic_now};
 pub use martlet_units::{
@@ -99,12 +99,12 @@ mod sync {
     pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 }
 
-pub use accelerator::{DsaFinders, DsaQueue, PolicyGate};
+pub use accelerator::{DsaFinders, DsaQueue};
 pub use destination::{ReceiveOptions, ReceiveStatus, Receiver};
 pub use martlet_core::{
-    BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, FrameCheck, GuestCheck,
-    LoadFor, Network, Outcome, Outrun, PageCounts, Paused, Peer, Phases, Progress, RdmaUse,
-    Rehearsal, Report, RunState, Side, SourceVmm, Span, Status,
+    BuildRequest, DestinationFactory, DestinationVmm, Devices, Error, Fault, GuestObserver,
+    LoadFor, OBSERVED_BYTES_MAX, Outcome, Outrun, PageCounts, Paused, Peer, Phases, Progress,
+    RdmaUse, Rehearsal, Report, RunState, Side, SourceVmm, Span, Status, Switchover, Transfer,
 };
-pub use rdma::{ParseProviderError, Provider, RdmaAccept, RdmaOptions};
+pub use rdma::{Provider, RdmaAccept, RdmaOptions};
 pub use source::{MigrateOptions, Migration, Then, Within};

@@ -62,7 +62,7 @@ fn migrate(faults: Faults) -> (Report, Counters) {
 fn a_device_checks_the_pages() {
     let (report, counters) = migrate(Faults::default());
     assert!(counters.accepted > 0, "the device got nothing to do");
-    assert!(report.pages.normal > 0);
+    assert!(report.transfer.pages.normal > 0);
 }
 
 /// What was with the device when it hung is checked by the CPU after one deadline; the device gets

@@ -2,10 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, Error, LoadFor, MigrateOptions, Migration,
-    Outcome, Paused, ReceiveStatus, Receiver, Rehearsal, RunPermit, RunState, SourceVmm,
+    BuildRequest, DestinationVmm, Error, LoadFor, MigrateOptions, Migration, Outcome, Paused,
+    ReceiveStatus, Receiver, RunPermit, RunState, SourceVmm,
 };
-use martlet_ram::{DirtyMarker, DirtySource, GuestRam, TrackError, Tracker, VmMemoryPages};
+use martlet_ram::{DirtyMarker, GuestRam, TrackError, Tracker, VmMemoryPages};
 use martlet_units::{Gpa, PAGE_SIZE};
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -143,16 +143,11 @@ impl SourceVmm for Vmm {
         Arc::clone(self.devices.marker.ram())
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+    fn track(&self) -> Result<Tracker, TrackError> {
         let tracker = Tracker::lease(self.devices.marker.ram())?;
         let through_vm_memory = VmMemoryPages::new(&self.devices.memory);
         let marked = self.devices.marker.source();
-        Ok(Box::new(tracker.with(Box::new(through_vm_memory)).with(Box::new(marked))))
-    }
-
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
-        let (pause, save) = (Duration::ZERO, Duration::ZERO);
-        Ok(Rehearsal { pause, save, state: self.state() })
+        Ok(tracker.with(Box::new(through_vm_memory)).with(Box::new(marked)))
     }
 
     fn begin_suspend(&self, _: &Waker) {
@@ -178,13 +173,11 @@ impl SourceVmm for Vmm {
         Poll::Ready(Ok(self.state()))
     }
 
-    fn cancel_stop(&self) {
+    fn resume(&self, paused: Option<Paused>) {
+        if let Some(Paused { permit, was }) = paused {
+            self.start(permit, was);
+        }
         self.devices_stand();
-        self.devices_go();
-    }
-
-    fn resume(&self, permit: RunPermit, state: RunState) {
-        self.start(permit, state);
         self.devices_go();
     }
 }
@@ -194,58 +187,51 @@ impl DestinationVmm for Vmm {
         Arc::clone(self.devices.marker.ram())
     }
 
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<(), Error> {
         let (numbers, _) = state.as_chunks();
         for (own, number) in self.devices.numbers.iter().zip(numbers) {
             own.store(u64::from_le_bytes(*number), SeqCst);
         }
-        Ok(Duration::ZERO)
+        Ok(())
     }
 
     fn start(&self, permit: RunPermit, _: RunState) {
         *self.permit.lock().unwrap() = Some(permit);
     }
 
-    fn resume_devices(&self) -> Result<(), Error> {
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
         if self.is_broken {
-            return Err(Error::vmm("set the devices going", "one is broken"));
+            let error = Error::vmm("set the devices going", "one is broken");
+            return Poll::Ready(Err(error));
         }
         self.devices.check()?;
         self.devices_go();
-        Ok(())
-    }
-}
-
-struct Factory {
-    kind: Kind,
-    is_broken: bool,
-    built: Mutex<Option<Arc<Vmm>>>,
-}
-
-impl DestinationFactory for Factory {
-    fn build(&self, _: &BuildRequest<'_>) -> Result<Arc<dyn DestinationVmm>, Error> {
-        let vmm = Vmm::new(self.kind, self.is_broken);
-        *self.built.lock().unwrap() = Some(Arc::clone(&vmm));
-        Ok(vmm)
+        Poll::Ready(Ok(()))
     }
 }
 
 /// What became of the guest, and of its devices.
-fn move_to(factory: Factory, source: Arc<Vmm>, verify: bool) -> (Arc<Vmm>, Option<String>) {
+fn move_to(
+    (kind, is_broken): (Kind, bool),
+    source: Arc<Vmm>,
+    verify: bool,
+) -> (Arc<Vmm>, Option<String>) {
     let before = source.state();
-    let factory = Arc::new(factory);
+    let factory = move |_: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
+        Ok(Vmm::new(kind, is_broken))
+    };
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::clone(&factory) as _).unwrap();
+    let receiver = Receiver::start(&listen, Arc::new(factory)).unwrap();
     let options = MigrateOptions { verify, ..MigrateOptions::default() };
     let migration = Migration::start(source, &receiver.address(), options).unwrap();
     let report = migration.wait(LIMIT).unwrap();
     assert_eq!(report.outcome, Outcome::Completed, "{:?}", report.error);
-    assert_eq!(report.memory_equal, verify.then_some(true));
+    assert_eq!(report.transfer.memory_equal, verify.then_some(true));
     assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
     receiver.stop();
-    let arrived = factory.built.lock().unwrap().take().unwrap();
+    let arrived = receiver.machine::<Vmm>().unwrap();
     assert_ne!(arrived.state(), before, "the devices wrote meanwhile");
-    (arrived, report.network.and_then(|devices| devices.trouble))
+    (arrived, report.switchover.unwrap().devices.trouble)
 }
 
 fn booted() -> Arc<Vmm> {
@@ -260,8 +246,7 @@ fn devices_write_all_through_moves_between_kinds_of_memory() {
     let mut vmm = booted();
     for verify in [false, true, false] {
         for kind in [Kind::Files, Kind::Anonymous] {
-            let factory = Factory { kind, is_broken: false, built: Mutex::default() };
-            let (arrived, trouble) = move_to(factory, vmm, verify);
+            let (arrived, trouble) = move_to((kind, false), vmm, verify);
             assert_eq!(trouble, None, "to {kind:?}");
             vmm = arrived;
         }
@@ -272,7 +257,6 @@ fn devices_write_all_through_moves_between_kinds_of_memory() {
 
 #[test]
 fn a_device_that_does_not_work_there_is_in_the_report() {
-    let factory = Factory { kind: Kind::Files, is_broken: true, built: Mutex::default() };
-    let (_arrived, trouble) = move_to(factory, booted(), false);
+    let (_arrived, trouble) = move_to((Kind::Files, true), booted(), false);
     assert_eq!(trouble.as_deref(), Some("cannot set the devices going: one is broken"));
 }

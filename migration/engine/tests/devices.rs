@@ -59,10 +59,10 @@ fn a_card_moves_with_its_guest() {
     assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     let there = factory.last.lock().unwrap().clone().unwrap();
     assert!(!source.device.suspended_late.load(Ordering::SeqCst), "vCPUs stop last");
-    let network = report.network.expect("there is a card");
-    assert!(network.worst().is_some() && network.resume.is_some(), "{network:?}");
-    assert_eq!(network.trouble, None);
-    let names: Vec<_> = report.timeline.iter().map(|span| span.name).collect();
+    let switchover = report.switchover.unwrap();
+    assert!(switchover.devices.resume.is_some(), "{switchover:?}");
+    assert_eq!(switchover.devices.trouble, None);
+    let names: Vec<_> = switchover.timeline.iter().map(|span| span.name).collect();
     assert!(names.contains(&"suspend devices") && names.contains(&"resume devices"), "{names:?}");
     check_frames_flow(&there);
     check(&there);
@@ -126,6 +126,6 @@ fn a_card_that_does_not_come_back_is_named() {
     factory.fail_resume.store(true, Ordering::SeqCst);
     let report = migrate(&source, &receiver);
     assert_eq!(report.outcome, Outcome::Completed, "the guest is there all the same");
-    let trouble = report.network.unwrap().trouble.unwrap();
+    let trouble = report.switchover.unwrap().devices.trouble.unwrap();
     assert!(trouble.contains("resume card 0"), "{trouble}");
 }

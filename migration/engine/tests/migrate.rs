@@ -4,7 +4,7 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm, line};
+use fake::{FakeFactory, FakeVmm, blackout, line};
 use martlet_engine::{
     MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report, Status, Then, Within,
 };
@@ -48,9 +48,9 @@ fn a_running_guest_moves() {
         assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
         let there = arrived(&factory);
         assert!(there.is_running() && !source.holds_permit());
-        assert_eq!(report.channels, channels);
-        assert!(report.pages.untouched >= fake::PAGES / 2, "{:?}", report.pages);
-        assert!(report.blackout.is_some() && report.rounds >= 2, "{report:?}");
+        assert_eq!(report.transfer.channels, channels);
+        assert!(report.transfer.pages.untouched >= fake::PAGES / 2, "{:?}", report.transfer.pages);
+        assert!(blackout(&report).is_some() && report.transfer.rounds >= 2, "{report:?}");
         // It goes on there.
         there.await_writes(source.writes() + 1);
         there.check_memory();
@@ -71,7 +71,7 @@ fn a_slow_rehearsal_is_repeated() {
     // The first that is believed is the fourth. How many rounds there are is for the host's speed to
     // say, and a stop wants one behind its last round; but behind no round there are two.
     let rehearsals = source.rehearsals.load(Ordering::SeqCst);
-    let most = u64::from(report.rounds);
+    let most = u64::from(report.transfer.rounds);
     assert!((4..=most).contains(&rehearsals), "{rehearsals} in {most} rounds");
     arrived(&factory).check_memory();
 }
@@ -82,8 +82,8 @@ fn memory_is_compared_when_asked() {
     let source = FakeVmm::booted();
     let options = MigrateOptions { verify: true, ..MigrateOptions::default() };
     let report = migrate(&source, &receiver, options);
-    assert_eq!(report.memory_equal, Some(true), "{report:?}");
-    assert_eq!(report.blackout, None);
+    assert_eq!(report.transfer.memory_equal, Some(true), "{report:?}");
+    assert_eq!(blackout(&report), None);
     arrived(&factory).check_memory();
 }
 
@@ -93,7 +93,7 @@ fn cleaning_up_delays_no_report() {
     let source = FakeVmm::booted();
     source.slow_farewell.store(true, Ordering::SeqCst);
     let report = migrate(&source, &receiver, MigrateOptions::default());
-    assert!(report.destination_cpu.is_some(), "the sign of life was heard: {report:?}");
+    assert!(report.transfer.destination_cpu.is_some(), "the sign of life was heard: {report:?}");
 }
 
 #[test]
@@ -338,4 +338,31 @@ fn what_remains_is_what_was_not_sent() {
     };
     assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
     assert!(seen > 0 && migration.progress().remaining.0 == 0);
+}
+
+/// What observers see comes to the source's owner as it is.
+#[test]
+fn both_sides_observers_are_heard() {
+    let (receiver, _) = receiver();
+    let vmm = FakeVmm::booted();
+    vmm.await_writes(100);
+    let report = migrate(&vmm, &receiver, MigrateOptions::default());
+    let switchover = report.switchover.expect("the guest moved");
+    let moments = |report: Option<Vec<u8>>| {
+        let report = report.expect("an observer was heard");
+        [0, 8].map(|at| u64::from_le_bytes(*report[at..].first_chunk().unwrap()))
+    };
+    let [_, last] = moments(switchover.source_observed);
+    let [first, _] = moments(switchover.destination_observed);
+    assert!(last > 0 && first > last, "{last} {first}");
+}
+
+/// A VMM that does not rehearse is moved all the same.
+#[test]
+fn a_rehearsal_is_no_duty() {
+    let (receiver, _) = receiver();
+    let vmm = FakeVmm::booted();
+    vmm.rehearses_not.store(true, Ordering::SeqCst);
+    let report = migrate(&vmm, &receiver, MigrateOptions::default());
+    assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
 }

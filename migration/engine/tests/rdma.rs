@@ -66,7 +66,7 @@ fn a_running_guest_moves_by_rdma() {
             assert_eq!(receiver.wait(TEST_MAX), ReceiveStatus::Arrived);
             let there = arrived(&factory);
             assert!(there.is_running() && !source.holds_permit());
-            let used = report.rdma.unwrap();
+            let used = report.transfer.rdma.unwrap();
             assert_eq!((used.fell_back, used.pages_again), (None, 0));
             assert!(used.device.unwrap().starts_with("soft"));
             there.check_memory();
@@ -82,7 +82,7 @@ fn memory_is_equal_before_the_guest_runs() {
     let source = FakeVmm::booted();
     let options = MigrateOptions { verify: true, ..rdma(small()) };
     let report = migrate_to(&source, &receiver.address(), options);
-    assert_eq!(report.memory_equal, Some(true), "{report:?}");
+    assert_eq!(report.transfer.memory_equal, Some(true), "{report:?}");
     arrived(&factory).check_memory();
 }
 
@@ -129,8 +129,8 @@ fn a_queue_pair_that_breaks_in_mid_round_costs_nothing_but_time() {
             let options = MigrateOptions { verify: true, ..rdma(options) };
             let report = migrate_to(&source, &proxy.address(), options);
             assert_moved(&report);
-            assert_eq!(report.memory_equal, Some(true));
-            let used = report.rdma.unwrap();
+            assert_eq!(report.transfer.memory_equal, Some(true));
+            let used = report.transfer.rdma.unwrap();
             assert!(used.fell_back.is_some(), "after {after}: {used:?}");
             arrived(&factory).check_memory();
             source.quit();
@@ -154,8 +154,8 @@ fn queue_pairs_that_break_in_the_blackout_are_replaced_by_the_stream() {
         };
         let report = migrate_to(&source, &proxy.address(), options);
         assert_moved(&report);
-        assert_eq!(report.memory_equal, Some(true));
-        assert!(report.rdma.unwrap().fell_back.is_some());
+        assert_eq!(report.transfer.memory_equal, Some(true));
+        assert!(report.transfer.rdma.unwrap().fell_back.is_some());
         arrived(&factory).check_memory();
         source.quit();
     }
@@ -168,7 +168,7 @@ fn a_destination_without_queue_pairs_is_served_by_the_stream() {
     let source = FakeVmm::booted();
     let report = migrate_to(&source, &proxy.address(), rdma(small()));
     assert_moved(&report);
-    let reason = report.rdma.unwrap().fell_back.unwrap();
+    let reason = report.transfer.rdma.unwrap().fell_back.unwrap();
     assert!(reason.contains("refused") || reason.contains("connect"), "{reason}");
     arrived(&factory).check_memory();
 }
@@ -180,7 +180,7 @@ fn an_explicit_provider_that_is_missing_is_told() {
     let options = RdmaOptions { provider: Provider::Ibv, ..small() };
     let report = migrate_to(&source, &receiver.address(), rdma(options));
     assert_moved(&report);
-    let reason = report.rdma.unwrap().fell_back.unwrap();
+    let reason = report.transfer.rdma.unwrap().fell_back.unwrap();
     assert!(reason.contains("provider ibv"), "{reason}");
     arrived(&factory).check_memory();
 }
@@ -194,7 +194,7 @@ fn a_lying_peer_ends_the_attempt_or_rdma_and_harms_no_guest() {
         let source = FakeVmm::booted();
         let report = migrate_to(&source, &proxy.address(), rdma(small()));
         if report.outcome == Outcome::Completed {
-            assert!(report.rdma.unwrap().fell_back.is_some(), "{fault:?}");
+            assert!(report.transfer.rdma.unwrap().fell_back.is_some(), "{fault:?}");
             arrived(&factory).check_memory();
         } else {
             assert_eq!(report.outcome, Outcome::Failed, "{fault:?}: {report:?}");
@@ -224,6 +224,6 @@ fn a_tcp_source_is_welcome_at_an_rdma_address() {
     let source = FakeVmm::booted();
     let report = migrate_to(&source, &Address::Tcp { host, port }, MigrateOptions::default());
     assert_moved(&report);
-    assert_eq!(report.rdma, None);
+    assert_eq!(report.transfer.rdma, None);
     arrived(&factory).check_memory();
 }

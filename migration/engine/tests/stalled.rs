@@ -6,7 +6,7 @@
 mod fake;
 
 use fake::relay::{self, Caller};
-use fake::{FakeFactory, FakeVmm, line};
+use fake::{FakeFactory, FakeVmm, blackout, line};
 use martlet_engine::{MigrateOptions, Migration, Outcome, Receiver, Report, Status, Within};
 use martlet_transport::Address;
 use martlet_units::BytesPerSec;
@@ -315,7 +315,7 @@ fn a_stop_that_its_owner_wants_goes_through_though_the_link_gets_slow() {
     let slow = scene_of(source, Kind::ALIVE, Then::SlowPages(1_000_000), options);
     let report = slow.wait(LIMIT);
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
-    assert!(report.blackout.is_some_and(|blackout| blackout > Duration::from_secs(2)));
+    assert!(blackout(&report).is_some_and(|blackout| blackout > Duration::from_secs(2)));
     slow.source.quit();
 }
 

@@ -24,6 +24,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Duration;
 
 /// Reads of a channel before whoever reads looks up.
@@ -436,6 +437,10 @@ impl DestinationIo for Outside {
         HostNow { cpu: Duration::ZERO, wall_clock_ns: 0 }
     }
 
+    fn waker(&self) -> Waker {
+        Waker::noop().clone()
+    }
+
     fn take_event(&mut self) -> Option<CoreEvent> {
         self.events.borrow_mut().pop_front()
     }
@@ -508,7 +513,7 @@ impl DestinationIo for Outside {
         self.net.put_after_about(300, Event::Digest { name: self.name });
     }
 
-    fn decide(&mut self, fate: Fate) {
+    fn decide(&mut self, fate: Fate, _: Option<&Arc<dyn DestinationVmm>>) {
         self.desk.borrow_mut().decide(fate);
     }
 }

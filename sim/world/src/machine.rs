@@ -2,9 +2,7 @@
 //! tracking as a hypervisor does it. Good for both sides.
 
 use crate::net::Clock;
-use martlet_core::{
-    DestinationVmm, Error, GuestCheck, LoadFor, Paused, Rehearsal, RunState, SourceVmm,
-};
+use martlet_core::{DestinationVmm, Error, LoadFor, Paused, Rehearsal, RunState, SourceVmm};
 use martlet_protocol::RunPermit;
 use martlet_ram::{
     DirtyMarker, DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError, Tracker,
@@ -325,7 +323,7 @@ impl SourceVmm for Machine {
         Arc::clone(&self.ram)
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+    fn track(&self) -> Result<Tracker, TrackError> {
         let tracker = Tracker::lease(&self.ram)?;
         let mut inner = self.lock();
         inner.is_tracking = true;
@@ -333,19 +331,18 @@ impl SourceVmm for Machine {
             *tracked = Tracked { is_armed: true, ..Tracked::default() };
         }
         let log = VcpuLog { inner: Arc::clone(&self.inner), late: self.wrong.late_rearm };
-        Ok(Box::new(tracker.with(Box::new(log)).with(Box::new(self.device.source()))))
+        Ok(tracker.with(Box::new(log)).with(Box::new(self.device.source())))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
+    fn rehearse(&self) -> Result<Option<Rehearsal>, Error> {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.fails) {
             return Err(Error::vmm("rehearse the stop", "a test wants it"));
         }
         let state = inner.state.to_le_bytes().to_vec();
-        Ok(Rehearsal { pause: Duration::from_micros(50), save: Duration::from_micros(100), state })
+        let (pause, save) = (Duration::from_micros(50), Duration::from_micros(100));
+        Ok(Some(Rehearsal { pause, save, state }))
     }
-
-    fn set_throttle(&self, _: u8) {}
 
     fn begin_suspend(&self, _: &Waker) {
         self.lock().stop = Stop::Suspending { until: self.now().after(Duration::from_micros(120)) };
@@ -397,31 +394,18 @@ impl SourceVmm for Machine {
         }
     }
 
-    fn cancel_stop(&self) {
+    fn resume(&self, paused: Option<Paused>) {
         let mut inner = self.lock();
-        if matches!(inner.stop, Stop::Paused { .. }) {
+        if let Some(Paused { permit, was }) = paused {
+            if inner.permit.replace(permit).is_some() {
+                Machine::violate(&mut inner, "resumed with a second permit");
+            }
+            inner.stopped_at = None;
+            inner.wanted = was == RunState::Running || self.wrong.forget_paused;
+        } else if matches!(inner.stop, Stop::Paused { .. }) {
             Machine::violate(&mut inner, "a stop is cancelled that was answered");
         }
         inner.stop = Stop::No;
-    }
-
-    fn resume(&self, permit: RunPermit, state: RunState) {
-        let mut inner = self.lock();
-        if inner.permit.replace(permit).is_some() {
-            Machine::violate(&mut inner, "resumed with a second permit");
-        }
-        (inner.stop, inner.stopped_at) = (Stop::No, None);
-        inner.wanted = state == RunState::Running || self.wrong.forget_paused;
-    }
-
-    fn moved_away(&self) {}
-
-    fn last_heartbeat(&self) -> Option<Instant> {
-        None
-    }
-
-    fn guest_check(&self) -> Option<GuestCheck> {
-        None
     }
 }
 
@@ -430,7 +414,7 @@ impl DestinationVmm for Machine {
         Arc::clone(&self.ram)
     }
 
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<(), Error> {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.fails) {
             return Err(Error::vmm("load the state", "this CPU lacks a feature"));
@@ -440,10 +424,8 @@ impl DestinationVmm for Machine {
             let state = state.try_into().map(u64::from_le_bytes);
             inner.state = state.map_err(|_| Error::vmm("load the state", "it is damaged"))?;
         }
-        Ok(Duration::from_micros(10))
+        Ok(())
     }
-
-    fn arm(&self, _: Duration) {}
 
     fn start(&self, permit: RunPermit, state: RunState) {
         let mut inner = self.lock();
@@ -452,10 +434,5 @@ impl DestinationVmm for Machine {
         }
         inner.wanted = state == RunState::Running;
         inner.started_at = Some(self.now());
-    }
-
-    fn first_heartbeat(&self) -> Option<Instant> {
-        let inner = self.lock();
-        (inner.permit.is_some() && inner.wanted).then(|| self.now())
     }
 }

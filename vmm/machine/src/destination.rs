@@ -11,14 +11,15 @@ use crate::phase::{Event, Phase};
 use crate::saved::{Description, SavedMachine};
 use crate::vcpu::lock;
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, LoadFor, RunState,
+    BuildRequest, DestinationFactory, DestinationVmm, Error, Fault, GuestObserver, LoadFor,
+    RunState,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::GuestRam;
-use martlet_units::Instant;
 use martlet_vdpa::VdpaDevice;
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 fn failed(action: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Error {
@@ -110,7 +111,7 @@ impl DestinationFactory for Factory {
         machine.serve_resets();
         request.check_wanted()?;
         let arrived = Arc::clone(&self.arrived);
-        Ok(Arc::new(Incoming { machine, arrived }))
+        Ok(Arc::new(Incoming { machine, arrived, resumed: Arc::default() }))
     }
 }
 
@@ -118,6 +119,8 @@ impl DestinationFactory for Factory {
 struct Incoming {
     machine: Arc<Machine>,
     arrived: Arc<Arrived>,
+    /// Whether the devices go on, once that is known.
+    resumed: Arc<Mutex<Option<Result<(), String>>>>,
 }
 
 impl DestinationVmm for Incoming {
@@ -125,7 +128,7 @@ impl DestinationVmm for Incoming {
         Arc::clone(self.machine.memory.ram())
     }
 
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<(), Error> {
         const ACTION: &str = "load the machine's state";
         let machine = &*self.machine;
         let control = lock(&machine.control);
@@ -151,7 +154,7 @@ impl DestinationVmm for Incoming {
         let entered = machine.group.wait_loaded().map_err(|(number, error)| {
             failed(format!("load the state of vCPU {number}"), error.to_string())
         });
-        vm.and(serial).and(nics).and(entered)
+        vm.and(serial).and(nics).and(entered).map(drop)
     }
 
     fn arm(&self, limit: Duration) {
@@ -180,20 +183,27 @@ impl DestinationVmm for Incoming {
         *lock(&self.arrived) = Some(Arc::clone(&self.machine));
     }
 
-    fn devices(&self) -> usize {
-        self.machine.nics.frame_times().count()
+    fn begin_resume(&self, wake: &Waker) {
+        if self.machine.nics.is_empty() {
+            return *lock(&self.resumed) = Some(Ok(()));
+        }
+        let (resumed, wake) = (Arc::clone(&self.resumed), wake.clone());
+        self.machine.aside("devices", move |machine| {
+            *lock(&resumed) = Some(machine.nics.resume());
+            wake.wake();
+        });
     }
 
-    fn resume_devices(&self) -> Result<(), Error> {
-        let resumed = self.machine.nics.resume();
-        resumed.map_err(|why| Error::new(Fault::Device, "resume the devices", why))
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
+        match lock(&self.resumed).take() {
+            None => Poll::Pending,
+            Some(resumed) => Poll::Ready(
+                resumed.map_err(|why| Error::new(Fault::Device, "resume the devices", why)),
+            ),
+        }
     }
 
-    fn first_heartbeat(&self) -> Option<Instant> {
-        self.machine.first_heartbeat()
-    }
-
-    fn first_frames(&self) -> Vec<Option<Instant>> {
-        self.machine.nics.frame_times().map(|(first, _)| first).collect()
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(&*self.machine)
     }
 }

@@ -28,6 +28,7 @@ mod error;
 mod kvm;
 mod machine;
 mod memory;
+mod observed;
 mod phase;
 mod power_on;
 mod reset;
@@ -46,3 +47,4 @@ pub use config::{
 pub use destination::{Factory, FactoryConfig};
 pub use error::MachineError;
 pub use machine::{EndCause, GuestStatus, Machine, MachineInfo, OwnerError, kvm_is_usable};
+pub use observed::{FrameCheck, GuestCheck, Observed};

@@ -5,13 +5,9 @@ use crate::devices::virtio::NicPages;
 use crate::machine::{Control, Machine};
 use crate::phase::{Event, Phase};
 use crate::vcpu::lock;
-use martlet_engine::{
-    Error, Fault, FrameCheck, GuestCheck, Paused, Rehearsal, RunState, SourceVmm,
-};
-use martlet_guest_program::NicCounters;
+use martlet_engine::{Error, Fault, GuestObserver, Paused, Rehearsal, RunState, SourceVmm};
 use martlet_protocol::RunPermit;
-use martlet_ram::{DirtySource, GuestRam, TrackError, Tracker};
-use martlet_units::Instant;
+use martlet_ram::{GuestRam, TrackError, Tracker};
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 
@@ -28,7 +24,7 @@ impl SourceVmm for Machine {
         Arc::clone(self.memory.ram())
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+    fn track(&self) -> Result<Tracker, TrackError> {
         let mut tracker = Tracker::lease(self.memory.ram())?;
         if !self.nics.is_empty() {
             self.nics.check_movable().map_err(|why| {
@@ -38,10 +34,10 @@ impl SourceVmm for Machine {
             tracker = tracker.with(Box::new(NicPages::start(&self.nics, &self.memory)?));
         }
         let vcpus = self.vm.track()?;
-        Ok(Box::new(tracker.with(vcpus).with(Box::new(self.memory.written()))))
+        Ok(tracker.with(vcpus).with(Box::new(self.memory.written())))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
+    fn rehearse(&self) -> Result<Option<Rehearsal>, Error> {
         const ACTION: &str = "rehearse the stop";
         let mut control = lock(&self.control);
         if !matches!(control.phase, Phase::Here(_) | Phase::Resetting(_)) {
@@ -58,7 +54,7 @@ impl SourceVmm for Machine {
         let save = clock::now().since(begin);
         self.group.end_rehearsal();
         let state = state.map_err(|reason| failed(ACTION, reason))?;
-        Ok(Rehearsal { pause, save, state: state.encode() })
+        Ok(Some(Rehearsal { pause, save, state: state.encode() }))
     }
 
     fn set_throttle(&self, percent: u8) {
@@ -133,7 +129,36 @@ impl SourceVmm for Machine {
         Poll::Ready(state.map(|it| it.encode()).map_err(|reason| failed(ACTION, reason)))
     }
 
-    fn cancel_stop(&self) {
+    fn resume(&self, paused: Option<Paused>) {
+        match paused {
+            Some(Paused { permit, was }) => self.go_on_after(permit, was),
+            None => self.withdraw_stop(),
+        }
+    }
+
+    fn moved_away(&self) {
+        let mut control = lock(&self.control);
+        self.forget_saves(&mut control);
+        match control.step("leave", Event::MovedAway) {
+            Ok(_) => {
+                self.endpoint.detach();
+                self.group.end();
+                // Takes a while, and nobody needs to wait for it.
+                drop(control);
+                self.nics.shut_down();
+            }
+            Err(error) => tracing::warn!(%error, "moved away out of order"),
+        }
+    }
+
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(self)
+    }
+}
+
+impl Machine {
+    /// Undoes a stop that was not answered yet, however late it is.
+    fn withdraw_stop(&self) {
         let mut control = lock(&self.control);
         control.stop_wanted = None;
         if let Phase::Stopping(was) = control.phase {
@@ -155,7 +180,7 @@ impl SourceVmm for Machine {
         self.let_devices_go();
     }
 
-    fn resume(&self, permit: RunPermit, state: RunState) {
+    fn go_on_after(&self, permit: RunPermit, state: RunState) {
         let mut control = lock(&self.control);
         self.forget_saves(&mut control);
         match control.step("resume it", Event::Resume(state)) {
@@ -168,51 +193,6 @@ impl SourceVmm for Machine {
         }
     }
 
-    fn moved_away(&self) {
-        let mut control = lock(&self.control);
-        self.forget_saves(&mut control);
-        match control.step("leave", Event::MovedAway) {
-            Ok(_) => {
-                self.endpoint.detach();
-                self.group.end();
-                // Takes a while, and nobody needs to wait for it.
-                drop(control);
-                self.nics.shut_down();
-            }
-            Err(error) => tracing::warn!(%error, "moved away out of order"),
-        }
-    }
-
-    fn last_heartbeat(&self) -> Option<Instant> {
-        Machine::last_heartbeat(self)
-    }
-
-    fn last_frames(&self) -> Vec<Option<Instant>> {
-        self.nics.frame_times().map(|(_, last)| last).collect()
-    }
-
-    fn guest_check(&self) -> Option<GuestCheck> {
-        self.guest_counters().map(|counters| GuestCheck {
-            verified_pages: counters.verified_pages,
-            wrong_pages: counters.wrong_pages,
-            heartbeats: counters.heartbeats,
-            frames: (counters.nic_count > 0).then(|| frame_check(&counters.nic_total())),
-        })
-    }
-}
-
-fn frame_check(nics: &NicCounters) -> FrameCheck {
-    FrameCheck {
-        sent: nics.sent,
-        received: nics.received,
-        lost: nics.lost,
-        repeated: nics.repeated,
-        damaged: nics.damaged,
-        index_wraps: nics.index_wraps,
-    }
-}
-
-impl Machine {
     /// Ends a switchover for the devices: they go on unless the owner's pause keeps them. Nobody
     /// waits for that.
     fn let_devices_go(&self) {

@@ -4,6 +4,7 @@ use super::events::status_word;
 use crate::control::Verdict;
 use crate::parameters::{Parameters, whole_ms};
 use crate::report_json::{OutrunJson, ReportJson, fault_word, ms, round_to};
+use crate::seen::blackout;
 use martlet_engine::{MigrateOptions, Progress, Report, Status};
 use martlet_transport::Address;
 use martlet_units::PAGE_SIZE;
@@ -259,7 +260,7 @@ pub(crate) fn migration_info(
             }
         }
         Status::Completed => {
-            if let Some(blackout) = report.and_then(|r| r.blackout) {
+            if let Some(blackout) = report.and_then(blackout) {
                 info.insert("downtime".to_owned(), whole_ms(blackout).into());
             }
         }

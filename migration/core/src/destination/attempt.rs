@@ -114,7 +114,9 @@ impl Attempt {
         let looked_at = io.now();
         let heard = self.take_in(io);
         self.settle(io);
-        self.resume_devices(io);
+        if let Some(vmm) = &self.vmm {
+            self.life.resume_devices(io, vmm.as_ref());
+        }
         // What had come by the last look has been acted on: it counts first, however late this look
         // is. What comes without end does not hold the time up.
         while self.protocol.poll_timeout().is_some_and(|at| at <= looked_at) {
@@ -261,7 +263,7 @@ impl Attempt {
         let fate = self.protocol.fate(migration);
         if fate != Fate::Pending {
             self.is_decided = true;
-            io.decide(fate);
+            io.decide(fate, self.vmm.as_ref().filter(|_| fate == Fate::Committed));
         }
     }
 
@@ -369,10 +371,10 @@ impl Attempt {
         let end = io.now();
         self.life.note_load(begin, end);
         match loaded {
-            Ok(start) => self.tell(DestinationEvent::StateLoaded {
-                load_ns: super::life::nanos(end.since(begin)),
-                start_ns: super::life::nanos(start),
-            }),
+            Ok(()) => {
+                let load_ns = super::life::nanos(end.since(begin));
+                self.tell(DestinationEvent::StateLoaded { load_ns });
+            }
             Err(error) => self.fail(error.to_line()),
         }
     }
@@ -390,17 +392,6 @@ impl Attempt {
         self.tell(DestinationEvent::Started { at: now });
         self.receiving.leave_taken_over();
         self.life.begin(now, state);
-    }
-
-    /// Once the source knows that the guest runs.
-    fn resume_devices(&mut self, io: &mut impl DestinationIo) {
-        if self.vmm.as_ref().is_some_and(|vmm| self.life.waits_for_devices(vmm.as_ref())) {
-            // Whoever waits for the guest does not wait for them.
-            self.show_fate(io);
-        }
-        if let Some(vmm) = &self.vmm {
-            self.life.resume_devices(io, vmm.as_ref());
-        }
     }
 
     fn discard(&mut self, io: &mut impl DestinationIo) {

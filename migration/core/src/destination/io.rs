@@ -7,6 +7,7 @@ use martlet_units::{Instant, PageRange};
 use martlet_wire::control::{Control, Fate, Setup};
 use martlet_wire::frame::Kind;
 use std::sync::Arc;
+use std::task::Waker;
 
 /// What other threads tell an attempt. Each kind comes a bounded number of times before the attempt
 /// has acted on it: once for a build, a digest or an owner's order, once for each channel, and for a
@@ -95,6 +96,9 @@ pub trait DestinationIo {
     /// What this host says of itself, for the report.
     fn host(&self) -> HostNow;
 
+    /// Ends a wait early.
+    fn waker(&self) -> Waker;
+
     /// The next thing that another thread has said.
     fn take_event(&mut self) -> Option<Event>;
 
@@ -129,5 +133,6 @@ pub trait DestinationIo {
 
     /// It is decided what becomes of the guest: whoever asks is told so from now on. The source was
     /// told before.
-    fn decide(&mut self, fate: Fate);
+    /// The machine is that of the guest that is here.
+    fn decide(&mut self, fate: Fate, vmm: Option<&Arc<dyn DestinationVmm>>);
 }

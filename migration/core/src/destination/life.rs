@@ -1,21 +1,22 @@
-//! What is told of a guest that has arrived: its first sign of life, and its devices.
+//! What is told of a guest that has arrived: its devices, and what its observer saw.
 
 use super::io::{DestinationIo, HostNow};
-use crate::{DestinationVmm, RunState};
-use core::mem;
+use crate::vmm::observed;
+use crate::{DestinationVmm, Error, Fault, RunState};
+use core::task::Poll;
 use core::time::Duration;
 use martlet_units::Instant;
-use martlet_wire::control::{Alive, DEVICES_MAX, DevicesAlive};
+use martlet_wire::control::{Alive, DevicesAlive, Unused};
 use tracing::warn;
 
-/// How long a guest may take to its first heartbeat before the source is told that it has none.
-const HEARTBEAT_MAX: Duration = Duration::from_secs(1);
+/// How long the observer may take before the source is told that the guest lives.
+const OBSERVING_MAX: Duration = Duration::from_secs(1);
 
-/// How long cards may take to their first frames behind that. A card with nothing to do has none.
-const FRAMES_MAX: Duration = Duration::from_millis(100);
+/// How often it is asked: what it saw is only reported, nobody waits for it.
+const OBSERVING_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How often the first heartbeat is looked for: it is only reported, nobody waits for it.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(1);
+/// How long devices may take to go on before they are said not to work: the source waits 2 s.
+const RESUME_MAX: Duration = Duration::from_millis(1500);
 
 /// What is measured of a guest's arrival.
 #[derive(Debug)]
@@ -23,22 +24,22 @@ pub(super) struct Life {
     cpu_before: Duration,
     /// When the last loading of a state began and ended.
     loading: Option<(Instant, Instant)>,
-    /// Set while the first heartbeat, and the first frame of each network card, are looked for.
-    heartbeat_until: Option<Instant>,
-    /// The guest was started and its devices were not.
-    devices_wait: bool,
-    devices: Option<DevicesAlive>,
+    /// Set from the start until the source was told.
+    observed_until: Option<Instant>,
+    resume: Resume,
+}
+
+#[derive(Debug)]
+enum Resume {
+    /// The guest was not started, or just now.
+    Due,
+    Begun(Instant),
+    Done(DevicesAlive),
 }
 
 impl Life {
     pub(super) fn new(host: HostNow) -> Life {
-        Life {
-            cpu_before: host.cpu,
-            loading: None,
-            heartbeat_until: None,
-            devices_wait: false,
-            devices: None,
-        }
+        Life { cpu_before: host.cpu, loading: None, observed_until: None, resume: Resume::Due }
     }
 
     pub(super) fn note_load(&mut self, begin: Instant, end: Instant) {
@@ -47,42 +48,45 @@ impl Life {
 
     /// The vCPUs run, or stay paused.
     pub(super) fn begin(&mut self, now: Instant, state: RunState) {
-        self.devices_wait = true;
-        self.heartbeat_until = Some(match state {
-            RunState::Running => now.after(HEARTBEAT_MAX),
+        self.observed_until = Some(match state {
+            RunState::Running => now.after(OBSERVING_MAX),
             RunState::Paused => now,
         });
     }
 
-    /// Whether [`Life::resume_devices`] will take its time.
-    pub(super) fn waits_for_devices(&self, vmm: &dyn DestinationVmm) -> bool {
-        self.devices_wait && vmm.devices() > 0
+    /// Tells the devices to go on, once the guest does.
+    pub(super) fn resume_devices(&mut self, io: &impl DestinationIo, vmm: &dyn DestinationVmm) {
+        if self.observed_until.is_some() && matches!(self.resume, Resume::Due) {
+            self.resume = Resume::Begun(io.now());
+            vmm.begin_resume(&io.waker());
+        }
     }
 
-    /// Blocks for some milliseconds: the cards of a running guest wait for nothing else.
-    pub(super) fn resume_devices(&mut self, io: &impl DestinationIo, vmm: &dyn DestinationVmm) {
-        if !mem::take(&mut self.devices_wait) {
-            return;
-        }
-        let begin = io.now();
-        let trouble = vmm.resume_devices().err().map(|error| error.to_line());
+    fn await_devices(&mut self, io: &impl DestinationIo, vmm: &dyn DestinationVmm) {
+        let Resume::Begun(begin) = self.resume else { return };
+        let resumed = match vmm.poll_resumed() {
+            Poll::Ready(resumed) => resumed,
+            Poll::Pending if io.now() < begin.after(RESUME_MAX) => return,
+            Poll::Pending => {
+                let reason = format!("it took longer than {RESUME_MAX:?}");
+                Err(Error::new(Fault::Device, "resume the devices", reason))
+            }
+        };
+        let trouble = resumed.err().map(|error| error.to_line());
         if let Some(trouble) = &trouble {
             warn!(%trouble, "a device does not work here");
         }
-        let cards = vmm.first_frames().len().min(DEVICES_MAX);
-        if cards > 0 || trouble.is_some() {
-            self.devices = Some(DevicesAlive {
-                resume_begin_ns: begin.0,
-                resume_end_ns: io.now().0,
-                first_frames_ns: vec![None; cards],
-                trouble,
-            });
-        }
+        self.resume = Resume::Done(DevicesAlive {
+            resume_begin_ns: begin.0,
+            resume_end_ns: io.now().0,
+            unused: Unused,
+            trouble,
+        });
     }
 
     /// When to look again at the latest.
     pub(super) fn look_at(&self, now: Instant) -> Option<Instant> {
-        self.heartbeat_until.map(|_| now.after(HEARTBEAT_INTERVAL))
+        self.observed_until.map(|_| now.after(OBSERVING_INTERVAL))
     }
 
     /// What the source is to be told, once all of it is known or it takes too long.
@@ -91,31 +95,22 @@ impl Life {
         io: &impl DestinationIo,
         vmm: &dyn DestinationVmm,
     ) -> Option<Alive> {
-        let until = self.heartbeat_until.filter(|_| !self.devices_wait)?;
-        let now = io.now();
-        let first = vmm.first_heartbeat();
-        let mut heard_all = first.is_some();
-        // The heartbeat is worth a long wait, frames are not.
-        let frames_until = self.devices.as_ref().map(|devices| devices.resume_end_ns);
-        let late = frames_until.is_some_and(|end| now >= Instant(end).after(FRAMES_MAX));
-        if let Some(devices) = &mut self.devices {
-            for (known, frame) in devices.first_frames_ns.iter_mut().zip(vmm.first_frames()) {
-                *known = frame.map(|moment| moment.0);
-                heard_all &= frame.is_some();
-            }
-        }
-        if !(heard_all || (first.is_some() && late) || now >= until) {
+        let until = self.observed_until?;
+        self.await_devices(io, vmm);
+        let Resume::Done(devices) = &self.resume else { return None };
+        let observer = vmm.observer();
+        if io.now() < until && observer.is_some_and(|observer| !observer.has_seen_all()) {
             return None;
         }
-        self.heartbeat_until = None;
+        self.observed_until = None;
         let host = io.host();
         Some(Alive {
-            first_heartbeat_ns: first.map(|moment| moment.0),
             cpu_ns: nanos(host.cpu.saturating_sub(self.cpu_before)),
             load_begin_ns: self.loading.map(|(begin, _)| begin.0),
             load_end_ns: self.loading.map(|(_, end)| end.0),
-            devices: self.devices.take(),
+            devices: Some(devices.clone()),
             wall_clock_ns: Some(host.wall_clock_ns),
+            observed: observed(observer),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The attempt, driven by a script in virtual time.
 
 use super::*;
-use crate::{DestinationVmm, Error, Fault, LoadFor, RunState};
+use crate::{DestinationVmm, Error, Fault, GuestObserver, LoadFor, RunState};
 use martlet_protocol::{
     DestinationConfig, DestinationOutcome, DestinationPhase, Ledger, RunPermit,
 };
@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
+use std::task::Waker;
 use std::time::Duration;
 
 const ID: MigrationId = MigrationId([5; 16]);
@@ -35,11 +36,11 @@ impl DestinationVmm for Vmm {
         Arc::clone(&self.ram)
     }
 
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<(), Error> {
         if state.is_empty() {
             return Err(Error::vmm("load the state", "there is none"));
         }
-        Ok(Duration::from_nanos(7))
+        Ok(())
     }
 
     fn arm(&self, _: Duration) {}
@@ -49,8 +50,18 @@ impl DestinationVmm for Vmm {
         assert!(before.is_none(), "one guest, one start");
     }
 
-    fn first_heartbeat(&self) -> Option<Instant> {
-        self.started.lock().unwrap().as_ref().map(|_| T0)
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(self)
+    }
+}
+
+impl GuestObserver for Vmm {
+    fn report(&self) -> Vec<u8> {
+        b"alive".to_vec()
+    }
+
+    fn has_seen_all(&self) -> bool {
+        self.started.lock().unwrap().is_some()
     }
 }
 
@@ -107,6 +118,10 @@ impl DestinationIo for Script {
         HostNow { cpu: Duration::ZERO, wall_clock_ns: 0 }
     }
 
+    fn waker(&self) -> Waker {
+        Waker::noop().clone()
+    }
+
     fn take_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
@@ -154,7 +169,7 @@ impl DestinationIo for Script {
 
     fn digest(&mut self, _: &Arc<GuestRam>) {}
 
-    fn decide(&mut self, fate: Fate) {
+    fn decide(&mut self, fate: Fate, _: Option<&Arc<dyn DestinationVmm>>) {
         self.log.borrow_mut().push(format!("{fate:?}"));
     }
 }

@@ -2,7 +2,8 @@
 
 use super::moments::{self, Moments, Remote};
 use super::{Attempt, SourceIo, Work};
-use crate::{Error, Fault, GuestCheck, Outcome, Phases, Report, Status};
+use crate::vmm::observed;
+use crate::{Error, Fault, Outcome, Report, Status, Switchover, Transfer};
 use martlet_protocol::{Failure, OperatorOverride, SourceEvent, SourceOutcome, SourcePhase};
 use martlet_units::{ByteCount, Instant, PageCount};
 use martlet_wire::control::{Alive, Answer, Committed};
@@ -39,7 +40,8 @@ pub(super) struct Ending {
     memory_equal: Option<bool>,
     /// From the call to the destination's confirmation.
     pub(super) total: Option<Duration>,
-    guest: Option<GuestCheck>,
+    /// What this side's observer saw.
+    observed: Option<Vec<u8>>,
     /// What is said of the end even if no report can be made.
     bare: Option<(Status, Outcome, Option<Error>)>,
     question: Question,
@@ -66,7 +68,7 @@ impl Ending {
             verify,
             memory_equal: None,
             total: None,
-            guest: None,
+            observed: None,
             bare: None,
             question: Question { is_asking: false, next: now, pause: Duration::ZERO },
             overriding: None,
@@ -136,7 +138,7 @@ impl Attempt {
         }
         match outcome {
             Outcome::Completed => {
-                self.ending.guest = io.vmm().guest_check();
+                self.ending.observed = observed(io.vmm().observer());
                 self.progress.remaining = PageCount(0);
             }
             Outcome::Undecided | Outcome::GivenUp => {}
@@ -159,50 +161,45 @@ impl Attempt {
     }
 
     fn report(
-        &self,
+        &mut self,
         outcome: Outcome,
         error: Option<Error>,
         total: Duration,
         io: &dyn SourceIo,
     ) -> Report {
         let remote = self.remote(io.now());
-        let Attempt { switchover, .. } = self;
-        let moments = switchover.moments.as_ref();
-        let phases = moments
-            .map_or_else(Phases::default, |moments| moments::phases(moments, remote.as_ref()));
-        let measurable = outcome == Outcome::Completed && !self.ending.verify;
-        let blackout = remote
-            .as_ref()
-            .filter(|_| measurable)
-            .map(|remote| moments::blackout(switchover.last_heartbeat, remote, &phases));
         let alive = remote.as_ref().and_then(|remote| remote.alive.as_ref());
-        let has_cards = !switchover.last_frames.is_empty();
-        let devices_said = remote.as_ref().is_some_and(|remote| remote.devices().is_some());
-        let network = moments
-            .filter(|_| has_cards || devices_said)
-            .map(|moments| moments::network(moments, &switchover.last_frames, remote.as_ref()));
-        let here_ns = io.wall_clock_ns();
-        Report {
-            blackout,
-            clock_error: remote.as_ref().map_or(Duration::ZERO, |remote| remote.clock.error),
-            wall_clock_difference_ns: remote
-                .as_ref()
-                .and_then(|remote| wall_clock_difference(remote, here_ns)),
-            predicted: self.measures.prediction.filter(|_| moments.is_some()),
-            phases,
-            timeline: moments.map_or_else(Vec::new, |moments| {
-                moments::timeline(moments, switchover.last_heartbeat, has_cards, remote.as_ref())
-            }),
+        let transfer = Transfer {
+            total,
             rounds: self.precopy.rounds,
             pages: self.progress.pages,
             bytes_sent: ByteCount(io.sent().bytes + io.control_bytes().0),
             channels: self.channels,
             destination_cpu: alive.map(|alive| Duration::from_nanos(alive.cpu_ns)),
-            network,
-            guest: self.ending.guest,
             memory_equal: self.ending.memory_equal,
-            ..Report::not_begun(outcome, error, total)
-        }
+            ..Transfer::default()
+        };
+        let is_measurable = outcome == Outcome::Completed && !self.ending.verify;
+        let switchover = self.switchover.moments.map(|moments| {
+            let here_ns = io.wall_clock_ns();
+            let there = remote.as_ref();
+            Switchover {
+                blackout: there
+                    .filter(|_| is_measurable)
+                    .map(|there| moments::blackout(&moments, there)),
+                clock: there.map(|there| there.clock),
+                wall_clock_difference_ns: there
+                    .and_then(|there| wall_clock_difference(there, here_ns)),
+                predicted: self.measures.prediction,
+                phases: moments::phases(&moments, there),
+                devices: moments::devices(&moments, there),
+                stop: moments.stop,
+                timeline: moments::timeline(&moments, there),
+                source_observed: self.ending.observed.take(),
+                destination_observed: alive.and_then(|alive| alive.observed.clone()),
+            }
+        });
+        Report { outcome, error, transfer, switchover }
     }
 
     /// What the destination said of the switchover.

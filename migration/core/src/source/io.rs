@@ -3,7 +3,7 @@
 use super::ending::Ended;
 use crate::{Error, Progress, Rehearsal, SourceVmm};
 use martlet_protocol::OperatorOverride;
-use martlet_ram::{Chunk, DirtySource, RamBitmap};
+use martlet_ram::{Chunk, RamBitmap, Tracker};
 use martlet_units::{ByteCount, Instant};
 use martlet_wire::control::{Answer, Control};
 use std::fmt;
@@ -169,11 +169,11 @@ pub enum Event {
     /// The lanes are there.
     ChannelsOpened(Result<(), Error>),
     /// Pages are tracked from now on.
-    Tracked(Result<Box<dyn DirtySource>, Error>),
+    Tracked(Result<Tracker, Error>),
     /// So many pages may hold data, and are marked.
     TouchedFound(Result<u64, Error>),
     /// The stop was rehearsed.
-    Rehearsed(Result<Rehearsal, Error>),
+    Rehearsed(Result<Option<Rehearsal>, Error>),
     /// The digest of this side's memory.
     Digested(Result<[u8; 32], Error>),
     /// A lane that had given a chunk back has room.

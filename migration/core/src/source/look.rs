@@ -74,7 +74,7 @@ impl Attempt {
             Event::Tracked(tracked) => self.on_tracked(tracked, io),
             Event::TouchedFound(found) => self.on_touched(found, io),
             Event::Rehearsed(Ok(rehearsal)) => {
-                let state = self.measures.note_rehearsal(rehearsal);
+                let state = rehearsal.map(|it| self.measures.note_rehearsal(it));
                 self.tell(SourceEvent::Rehearsed { state });
             }
             Event::Digested(Ok(digest)) => self.tell(SourceEvent::OwnDigest(digest)),

@@ -1,6 +1,6 @@
 //! The switchover's times, and what they say about the blackout.
 
-use crate::{Network, Phases, Side, Span};
+use crate::{Devices, Phases, Side, Span};
 use martlet_units::{ClockOffset, Instant};
 use martlet_wire::control::{Alive, Committed, DevicesAlive};
 use std::time::Duration;
@@ -62,10 +62,6 @@ impl Remote {
         Some((self.here(alive.load_begin_ns?), self.here(alive.load_end_ns?)))
     }
 
-    fn first_heartbeat(&self) -> Option<Instant> {
-        self.alive.as_ref()?.first_heartbeat_ns.map(|ns| self.here(ns))
-    }
-
     pub(super) fn devices(&self) -> Option<&DevicesAlive> {
         self.alive.as_ref()?.devices.as_ref()
     }
@@ -85,57 +81,24 @@ pub(super) fn phases(moments: &Moments, remote: Option<&Remote>) -> Phases {
     }
 }
 
-/// The guest's own blackout where both hosts are one, else the phases' sum.
-pub(super) fn blackout(
-    last_heartbeat: Option<Instant>,
-    remote: &Remote,
-    phases: &Phases,
-) -> Duration {
-    if remote.clock.error.is_zero()
-        && let (Some(last), Some(first)) = (last_heartbeat, remote.first_heartbeat())
-    {
-        return first.since(last);
-    }
-    phases.pause
-        + phases.final_sync
-        + phases.final_pages
-        + phases.cpu_state
-        + phases.commit
-        + phases.start
+/// From the last vCPU's way out to the first one's way in.
+pub(super) fn blackout(moments: &Moments, remote: &Remote) -> Duration {
+    remote.here(remote.committed.started_ns).since(moments.paused)
 }
 
-/// What became of the cards, and of devices that are none.
-pub(super) fn network(
-    moments: &Moments,
-    last_frames: &[Option<Instant>],
-    remote: Option<&Remote>,
-) -> Network {
-    let suspend = moments.stop.since(moments.suspend);
-    let Some((remote, devices)) = remote.and_then(|remote| Some((remote, remote.devices()?)))
-    else {
-        return Network { blackouts: vec![None; last_frames.len()], suspend, ..Network::default() };
-    };
-    let blackout = |(card, last): (usize, &Option<Instant>)| {
-        let first_ns = devices.first_frames_ns.get(card).copied().flatten()?;
-        // Two clocks' error is larger than what is measured here.
-        remote.clock.error.is_zero().then(|| Some(remote.here(first_ns).since((*last)?)))?
-    };
-    let resume_ns = devices.resume_end_ns.saturating_sub(devices.resume_begin_ns);
-    Network {
-        blackouts: last_frames.iter().enumerate().map(blackout).collect(),
-        suspend,
-        resume: Some(Duration::from_nanos(resume_ns)),
-        trouble: devices.trouble.clone(),
+/// What became of the devices.
+pub(super) fn devices(moments: &Moments, remote: Option<&Remote>) -> Devices {
+    let there = remote.and_then(Remote::devices);
+    let resume = there.map(|it| it.resume_end_ns.saturating_sub(it.resume_begin_ns));
+    Devices {
+        suspend: moments.stop.since(moments.suspend),
+        resume: resume.map(Duration::from_nanos),
+        trouble: there.and_then(|it| it.trouble.clone()),
     }
 }
 
-/// The picture: one bar for each thing that happened, from the last heartbeat to the first.
-pub(super) fn timeline(
-    moments: &Moments,
-    last_heartbeat: Option<Instant>,
-    has_cards: bool,
-    remote: Option<&Remote>,
-) -> Vec<Span> {
+/// The picture: one bar for each thing that happened.
+pub(super) fn timeline(moments: &Moments, remote: Option<&Remote>) -> Vec<Span> {
     let zero = moments.stop;
     let span = |name, side, start: Instant, end: Instant| Span {
         name,
@@ -143,13 +106,8 @@ pub(super) fn timeline(
         start_us: micros_between(zero, start),
         end_us: micros_between(zero, end.max(start)),
     };
-    let mut spans = Vec::with_capacity(12);
-    if let Some(last) = last_heartbeat {
-        spans.push(span("guest runs on", Side::Source, last, moments.stop));
-    }
-    if has_cards {
-        spans.push(span("suspend devices", Side::Source, moments.suspend, moments.stop));
-    }
+    let mut spans = Vec::with_capacity(10);
+    spans.push(span("suspend devices", Side::Source, moments.suspend, moments.stop));
     spans.push(span("stop vCPUs", Side::Source, moments.stop, moments.paused));
     spans.push(span("read dirty log", Side::Source, moments.paused, moments.synced));
     spans.push(span("send last pages", Side::Source, moments.synced, moments.pages_sent));
@@ -168,9 +126,6 @@ pub(super) fn timeline(
         }
         spans.push(span("await last pages", Side::Destination, commit, ready));
         spans.push(span("start vCPUs", Side::Destination, ready, started));
-        if let Some(first) = remote.first_heartbeat() {
-            spans.push(span("first heartbeat", Side::Destination, started, first));
-        }
         if let Some(devices) = remote.devices() {
             let (begin, end) = (devices.resume_begin_ns, devices.resume_end_ns);
             let (begin, end) = (remote.here(begin), remote.here(end));
@@ -190,6 +145,7 @@ fn micros_between(zero: Instant, moment: Instant) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use martlet_wire::control::Unused;
 
     fn moments() -> Moments {
         Moments {
@@ -212,38 +168,31 @@ mod tests {
                 started_ns: there(1_210_000),
             },
             alive: Some(Alive {
-                first_heartbeat_ns: Some(there(1_400_000)),
                 cpu_ns: 0,
                 load_begin_ns: Some(there(1_105_000)),
                 load_end_ns: Some(there(1_125_000)),
                 devices: Some(DevicesAlive {
                     resume_begin_ns: there(1_210_000),
                     resume_end_ns: there(1_500_000),
-                    first_frames_ns: vec![Some(there(1_300_000)), Some(there(1_350_000)), None],
+                    unused: Unused,
                     trouble: None,
                 }),
                 wall_clock_ns: None,
+                observed: None,
             }),
             clock: ClockOffset { ns: offset_ns, error },
         }
     }
 
     #[test]
-    fn one_host_measures_from_heartbeat_to_heartbeat() {
-        let remote = remote(0, Duration::ZERO);
-        let phases = phases(&moments(), Some(&remote));
-        let measured = blackout(Some(Instant(990_000)), &remote, &phases);
-        assert_eq!(measured, Duration::from_micros(410));
-    }
-
-    #[test]
-    fn two_hosts_sum_the_phases() {
-        let remote = remote(-777_000, Duration::from_micros(20));
-        let phases = phases(&moments(), Some(&remote));
-        assert_eq!(blackout(Some(Instant(990_000)), &remote, &phases), Duration::from_micros(210));
-        let spans = timeline(&moments(), Some(Instant(990_000)), true, Some(&remote));
-        assert_eq!((spans[0].start_us, spans[0].end_us), (-10, 0));
-        assert_eq!(spans.last().map(|span| (span.start_us, span.end_us)), Some((210, 500)));
+    fn the_blackout_is_from_out_to_in_whatever_the_clocks_say() {
+        for offset_ns in [0, -777_000] {
+            let remote = remote(offset_ns, Duration::from_micros(20));
+            assert_eq!(blackout(&moments(), &remote), Duration::from_micros(170));
+            let spans = timeline(&moments(), Some(&remote));
+            assert_eq!((spans[0].start_us, spans[0].end_us), (-200, 0));
+            assert_eq!(spans.last().map(|span| (span.start_us, span.end_us)), Some((210, 500)));
+        }
     }
 
     #[test]
@@ -258,17 +207,10 @@ mod tests {
     }
 
     #[test]
-    fn cards_are_measured_from_frame_to_frame() {
-        let last = [Some(Instant(810_000)), Some(Instant(900_000))];
-        let known = network(&moments(), &last, Some(&remote(0, Duration::ZERO)));
-        assert_eq!(known.worst(), Some(Duration::from_micros(490)));
+    fn devices_are_measured_on_each_side() {
+        let known = devices(&moments(), Some(&remote(5, Duration::from_micros(20))));
         assert_eq!(known.suspend, Duration::from_micros(200));
         assert_eq!(known.resume, Some(Duration::from_micros(290)));
-        // The third one served nothing; and two clocks say nothing of one card.
-        let third = [last[0], last[1], last[0]];
-        assert_eq!(network(&moments(), &third, Some(&remote(0, Duration::ZERO))).worst(), None);
-        let far = remote(5, Duration::from_micros(20));
-        assert_eq!(network(&moments(), &last, Some(&far)).blackouts, [None, None]);
-        assert_eq!(network(&moments(), &last, None).blackouts, [None, None]);
+        assert_eq!(devices(&moments(), None).resume, None);
     }
 }

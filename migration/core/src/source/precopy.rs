@@ -3,7 +3,7 @@
 use super::{Attempt, SourceIo, Work};
 use crate::{Error, Status};
 use martlet_protocol::SourceEvent;
-use martlet_ram::{Chunk, DirtySource, RamBitmap, Scanner};
+use martlet_ram::{Chunk, DirtySource, RamBitmap, Scanner, Tracker};
 use martlet_units::{ByteCount, BytesPerSec, Instant, PageCount};
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ const FEED_BURST: usize = 64;
 pub(super) struct PreCopy {
     pub(super) dirty: Arc<RamBitmap>,
     pub(super) scanner: Scanner,
-    pub(super) tracker: Option<Box<dyn DirtySource>>,
+    pub(super) tracker: Option<Tracker>,
     /// Somebody is making one.
     pub(super) is_tracking: bool,
     pub(super) round: Option<Round>,
@@ -128,11 +128,7 @@ impl Attempt {
 
     /// Finding the touched pages comes behind, so that a page that is touched meanwhile is in the
     /// next sync.
-    pub(super) fn on_tracked(
-        &mut self,
-        tracked: Result<Box<dyn DirtySource>, Error>,
-        io: &mut dyn SourceIo,
-    ) {
+    pub(super) fn on_tracked(&mut self, tracked: Result<Tracker, Error>, io: &mut dyn SourceIo) {
         self.precopy.is_tracking = false;
         if self.ending.outcome.is_some() {
             return;
@@ -259,6 +255,6 @@ impl PreCopy {
             return Ok(Some(chunk));
         }
         let Some(tracker) = &mut self.tracker else { return Ok(None) };
-        self.scanner.next(tracker.as_mut()).map_err(Error::from)
+        self.scanner.next(tracker).map_err(Error::from)
     }
 }

@@ -4,7 +4,7 @@
 use super::last_run::LastRun;
 use super::moments::Moments;
 use super::{Attempt, SourceIo, Wait};
-use crate::{Error, Fault, RunState, Status};
+use crate::{Error, Fault, Paused, RunState, Status};
 use martlet_protocol::{RunPermit, SourceEvent, SourcePhase, limits};
 use martlet_ram::{Chunk, Scanner};
 use martlet_units::Instant;
@@ -51,8 +51,6 @@ pub(super) struct Switchover {
     /// How many of them the lanes have.
     pub(super) last_handed: usize,
     pub(super) call_offs: u32,
-    pub(super) last_heartbeat: Option<Instant>,
-    pub(super) last_frames: Vec<Option<Instant>>,
 }
 
 /// What is waited for.
@@ -82,8 +80,6 @@ impl Switchover {
             last_chunks: Vec::with_capacity(usize::try_from(LAST_PAGES_INLINE_MAX).unwrap_or(0)),
             last_handed: 0,
             call_offs: 0,
-            last_heartbeat: None,
-            last_frames: Vec::new(),
         }
     }
 
@@ -201,8 +197,6 @@ impl Attempt {
                 if let Some(moments) = &mut self.switchover.moments {
                     moments.paused = io.now();
                 }
-                self.switchover.last_heartbeat = io.vmm().last_heartbeat();
-                self.switchover.last_frames = io.vmm().last_frames();
             }
         }
     }
@@ -250,7 +244,7 @@ impl Attempt {
     /// Devices and vCPUs go on, whenever they answer.
     fn undo_stop(&mut self, io: &mut dyn SourceIo) {
         if self.switchover.is_unanswered() {
-            io.vmm().cancel_stop();
+            io.vmm().resume(None);
             self.switchover.moments = None;
         }
         self.switchover.stop = Stop::No;
@@ -263,7 +257,7 @@ impl Attempt {
     pub(super) fn resume(&mut self, permit: RunPermit, running: bool, io: &mut dyn SourceIo) {
         // First of all: nothing that goes wrong here takes the permit with it.
         self.switchover.stop = Stop::No;
-        io.vmm().resume(permit, RunState::of(running));
+        io.vmm().resume(Some(Paused { permit, was: RunState::of(running) }));
         let is_over = self.phase().is_over();
         if is_over {
             io.vmm().set_throttle(0);

@@ -1,9 +1,9 @@
 //! The core with a scripted outside, in virtual time.
 
 use super::*;
-use crate::{GuestCheck, Outcome, Paused, Rehearsal, Report, RunState, SourceVmm};
+use crate::{GuestObserver, Outcome, Paused, Rehearsal, Report, RunState, SourceVmm};
 use martlet_protocol::{RunPermit, limits};
-use martlet_ram::{Chunk, DirtySource, GuestRam, RegionIndex, TrackError};
+use martlet_ram::{Chunk, DirtySource, GuestRam, RegionIndex, TrackError, Tracker};
 use martlet_units::{ByteCount, Gfn, PageRange};
 use martlet_wire::control::{
     Alive, BOOT_ID_UNTOLD, Committed, InstanceId, MigrationId, Pong, Rehearsed, RoundReceived,
@@ -41,13 +41,13 @@ impl SourceVmm for Vmm {
         Arc::clone(&self.ram)
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
-        Ok(Box::new(Tracker(Arc::clone(&self.writes_all))))
+    fn track(&self) -> Result<Tracker, TrackError> {
+        Ok(Tracker::lease(&self.ram)?.with(Box::new(Log(Arc::clone(&self.writes_all)))))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
+    fn rehearse(&self) -> Result<Option<Rehearsal>, Error> {
         let pause = Duration::from_micros(50);
-        Ok(Rehearsal { pause, save: pause, state: vec![1] })
+        Ok(Some(Rehearsal { pause, save: pause, state: vec![1] }))
     }
 
     fn set_throttle(&self, percent: u8) {
@@ -74,31 +74,31 @@ impl SourceVmm for Vmm {
         if is_saving { Poll::Pending } else { Poll::Ready(Ok(vec![2])) }
     }
 
-    fn cancel_stop(&self) {
-        self.cancelled_stops.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn resume(&self, permit: RunPermit, _: RunState) {
+    fn resume(&self, paused: Option<Paused>) {
+        let Some(Paused { permit, .. }) = paused else {
+            self.cancelled_stops.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
         self.resumes.fetch_add(1, Ordering::Relaxed);
         self.writes_all.fetch_and(!self.writes_all_last, Ordering::Relaxed);
         *self.permit.lock().unwrap() = Some(permit);
     }
 
-    fn moved_away(&self) {}
-
-    fn last_heartbeat(&self) -> Option<Instant> {
-        None
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(self)
     }
+}
 
-    fn guest_check(&self) -> Option<GuestCheck> {
-        None
+impl GuestObserver for Vmm {
+    fn report(&self) -> Vec<u8> {
+        b"it has left".to_vec()
     }
 }
 
 /// A few pages are dirty again at the end of each round, or all.
-struct Tracker(Arc<AtomicBool>);
+struct Log(Arc<AtomicBool>);
 
-impl DirtySource for Tracker {
+impl DirtySource for Log {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
         into.region(RegionIndex(0))
             .set_range(0..if self.0.load(Ordering::Relaxed) { PAGES } else { 8 });
@@ -457,8 +457,10 @@ fn a_guest_moves() {
     let report = scene.ended();
     assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
     assert!(scene.outside.vmm.permit.lock().unwrap().is_none());
-    assert!(report.blackout.is_some_and(|blackout| blackout < Duration::from_millis(1)));
-    assert_eq!(report.pages.untouched, 0);
+    let switchover = report.switchover.expect("it came to one");
+    assert!(switchover.blackout.is_some_and(|blackout| blackout < Duration::from_millis(1)));
+    assert_eq!(switchover.source_observed.as_deref(), Some(&b"it has left"[..]));
+    assert_eq!(report.transfer.pages.untouched, 0);
 }
 
 #[test]

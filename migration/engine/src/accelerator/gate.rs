@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// Lets [`Admission`] decide, for all channels of a migration, and tells the host's other processes
 /// what is outstanding.
-pub struct PolicyGate {
+pub(crate) struct PolicyGate {
     admission: Mutex<State>,
     /// Each queue's device: its number, as other processes know it, and what is known of it.
     devices: Vec<(u16, DeviceProfile)>,
@@ -37,7 +37,7 @@ impl State {
 impl PolicyGate {
     /// A gate for these queues. Without tokens, other processes are known by the device's latency
     /// only.
-    pub fn new(
+    pub(super) fn new(
         policy: OffloadPolicy,
         queues: &[(u16, DeviceProfile)],
         tokens: Option<Tokens>,

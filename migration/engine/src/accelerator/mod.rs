@@ -5,4 +5,3 @@ mod finder;
 mod gate;
 
 pub use finder::{DsaFinders, DsaQueue};
-pub use gate::PolicyGate;

@@ -21,6 +21,8 @@ pub(super) enum Event {
     ChannelLost { last_barrier: Option<u32>, error: Error },
     /// The receiver is being stopped.
     Stop,
+    /// Something that the attempt asks for may be there.
+    Nudged,
 }
 
 impl Event {

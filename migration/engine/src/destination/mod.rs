@@ -8,12 +8,13 @@ mod serving;
 mod shared;
 
 use crate::rdma::RdmaAccept;
-use crate::{DestinationFactory, Peer, host};
+use crate::{DestinationFactory, DestinationVmm, Peer, host};
 use martlet_core::destination::Desk;
 pub use martlet_core::destination::ReceiveStatus;
 use martlet_transport::{Address, Listener, Stream};
 use martlet_units::ByteCount;
 use shared::Shared;
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,6 +94,12 @@ impl Receiver {
     /// that begin and fail between two looks.
     pub fn failures(&self) -> (u64, Option<String>) {
         self.shared.failures()
+    }
+
+    /// The machine whose guest has arrived, if the factory made it as this type.
+    pub fn machine<V: DestinationVmm>(&self) -> Option<Arc<V>> {
+        let machine: Arc<dyn Any + Send + Sync> = self.shared.arrived()?;
+        machine.downcast().ok()
     }
 
     /// Waits until the status is `Arrived` or `Stopped`, at most `timeout`; returns the status.

@@ -18,6 +18,7 @@ use martlet_wire::frame::Kind;
 use rustix::event::{PollFd, PollFlags};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tracing::error;
@@ -101,6 +102,15 @@ fn end_by_panic(attempt: &mut Attempt, io: &mut Threads, reason: &str) -> bool {
     }
     let _ = host::guarded(|| serve(attempt, io));
     is_here
+}
+
+/// Ends a wait of the attempt.
+struct Nudge(Arc<Mailbox<Event>>);
+
+impl std::task::Wake for Nudge {
+    fn wake(self: Arc<Nudge>) {
+        self.0.post(Event::Nudged);
+    }
 }
 
 /// The thread that builds. It posts one [`Event::Built`].
@@ -188,6 +198,10 @@ impl DestinationIo for Threads {
         HostNow { cpu: host::process_cpu(), wall_clock_ns: host::wall_clock_ns() }
     }
 
+    fn waker(&self) -> Waker {
+        Waker::from(Arc::new(Nudge(Arc::clone(&self.events))))
+    }
+
     fn take_event(&mut self) -> Option<CoreEvent> {
         loop {
             return Some(match self.events.take()? {
@@ -208,6 +222,7 @@ impl DestinationIo for Threads {
                     CoreEvent::ChannelLost { last_barrier, error }
                 }
                 Event::Stop => CoreEvent::Stop,
+                Event::Nudged => continue,
             });
         }
     }
@@ -295,7 +310,7 @@ impl DestinationIo for Threads {
         }
     }
 
-    fn decide(&mut self, fate: Fate) {
-        self.shared.decide(fate);
+    fn decide(&mut self, fate: Fate, vmm: Option<&Arc<dyn DestinationVmm>>) {
+        self.shared.decide(fate, vmm.cloned());
     }
 }

@@ -3,7 +3,7 @@
 use super::events::Event;
 use super::{ReceiveOptions, ReceiveStatus};
 use crate::mailbox::Mailbox;
-use crate::{DestinationFactory, host};
+use crate::{DestinationFactory, DestinationVmm, host};
 use martlet_core::destination::{Desk, Stopping};
 use martlet_protocol::Ledger;
 use martlet_transport::{Stream, Wake};
@@ -25,6 +25,7 @@ pub(super) struct Shared {
 
 struct Inner {
     desk: Desk,
+    arrived: Option<Arc<dyn DestinationVmm>>,
     /// Of the attempt under way.
     events: Option<Arc<Mailbox<Event>>>,
 }
@@ -41,7 +42,7 @@ impl Shared {
             options,
             takes_rdma,
             wake: Wake::new()?,
-            inner: Mutex::new(Inner { desk, events: None }),
+            inner: Mutex::new(Inner { desk, arrived: None, events: None }),
             changed: Condvar::new(),
         })
     }
@@ -121,8 +122,16 @@ impl Shared {
     }
 
     /// The attempt under way is decided; what is left of it is for the record.
-    pub(super) fn decide(&self, fate: Fate) {
-        self.change(|inner| inner.desk.decide(fate));
+    pub(super) fn decide(&self, fate: Fate, vmm: Option<Arc<dyn DestinationVmm>>) {
+        self.change(|inner| {
+            inner.desk.decide(fate);
+            inner.arrived = vmm;
+        });
+    }
+
+    /// The machine whose guest has arrived.
+    pub(super) fn arrived(&self) -> Option<Arc<dyn DestinationVmm>> {
+        self.lock().arrived.clone()
     }
 
     /// Ends the attempt under way; the next one may begin. `error` says why no guest has arrived.

@@ -23,6 +23,6 @@ mod provider;
 mod receiver;
 mod sender;
 
-pub use provider::{ParseProviderError, Provider, RdmaAccept, RdmaOptions};
+pub use provider::{Provider, RdmaAccept, RdmaOptions};
 pub(crate) use receiver::{RdmaReceiver, Unreceived};
 pub(crate) use sender::{RdmaSender, Sent};

@@ -1,5 +1,6 @@
 //! Which provider of verbs a migration uses, and how.
 
+use crate::{Error, Fault};
 use martlet_rdma::{DestinationConfig, SourceConfig};
 use martlet_verbs::ibv::{Ibv, Select};
 use martlet_wire::rdma::Pinning;
@@ -47,20 +48,18 @@ impl Provider {
     }
 }
 
-/// Not a provider's name.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no RDMA provider: expected auto, ibv or soft")]
-pub struct ParseProviderError(String);
-
 impl FromStr for Provider {
-    type Err = ParseProviderError;
+    type Err = Error;
 
-    fn from_str(text: &str) -> Result<Provider, ParseProviderError> {
+    fn from_str(text: &str) -> Result<Provider, Error> {
         match text {
             "auto" => Ok(Provider::Auto),
             "ibv" => Ok(Provider::Ibv),
             "soft" => Ok(Provider::Soft),
-            _ => Err(ParseProviderError(text.to_owned())),
+            _ => {
+                let reason = format!("`{text}` is no RDMA provider: expected auto, ibv or soft");
+                Err(Error::new(Fault::Request, "", reason))
+            }
         }
     }
 }
@@ -76,7 +75,7 @@ impl fmt::Display for Provider {
 }
 
 /// How a source writes guest memory by RDMA.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct RdmaOptions {
     /// What it wants; [`Provider::Auto`] takes what the destination has.
     pub provider: Provider,
@@ -116,7 +115,7 @@ impl RdmaOptions {
 }
 
 /// What a destination lets a source do by RDMA.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct RdmaAccept {
     /// By which provider.
     pub provider: Provider,

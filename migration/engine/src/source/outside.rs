@@ -297,8 +297,8 @@ impl SourceIo for Outside<'_> {
 
     fn finish(&mut self, ended: Ended) {
         let Ended { status, mut report } = ended;
-        report.source_cpu = host::process_cpu().saturating_sub(self.cpu_before);
-        report.rdma = self.shared.rdma();
+        report.transfer.source_cpu = host::process_cpu().saturating_sub(self.cpu_before);
+        report.transfer.rdma = self.shared.rdma();
         self.shared.finish(status, report);
     }
 

@@ -132,7 +132,7 @@ impl Shared {
         self.over.raise();
         let mut inner = self.lock();
         inner.progress.status = status;
-        inner.progress.elapsed = report.total;
+        inner.progress.elapsed = report.transfer.total;
         inner.progress.error.clone_from(&report.error);
         inner.report = Some(report);
         inner.answers += 1;

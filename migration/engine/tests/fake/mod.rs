@@ -5,12 +5,12 @@
 pub mod relay;
 
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, Error, GuestCheck, LoadFor, Paused,
+    BuildRequest, DestinationFactory, DestinationVmm, Error, GuestObserver, LoadFor, Paused,
     Rehearsal, Report, RunState, SourceVmm,
 };
 use martlet_protocol::RunPermit;
 use martlet_ram::testing::Spoiled;
-use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError};
+use martlet_ram::{DirtySource, GuestRam, RamBitmap, RegionIndex, TrackError, Tracker};
 use martlet_transport::monotonic_now;
 use martlet_units::{Gfn, Instant, PAGE_SIZE, PageCount, PageRange};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -75,6 +75,7 @@ pub struct FakeVmm {
     /// So many of the next rehearsals measure a host that had something else to do.
     pub slow_rehearsals: AtomicU64,
     pub rehearsals: AtomicU64,
+    pub rehearses_not: AtomicBool,
     pub device: FakeDevice,
 }
 
@@ -87,8 +88,6 @@ pub struct FakeDevice {
     suspended: AtomicBool,
     /// The number of its next write; part of the saved state.
     pub writes: AtomicU64,
-    first_frame: AtomicU64,
-    last_frame: AtomicU64,
     pub fail_suspend: AtomicBool,
     /// Never says that it is suspended.
     pub is_silent: AtomicBool,
@@ -129,6 +128,7 @@ impl FakeVmm {
             slow_farewell: AtomicBool::new(false),
             slow_rehearsals: AtomicU64::new(0),
             rehearsals: AtomicU64::new(0),
+            rehearses_not: AtomicBool::new(false),
             device: FakeDevice::default(),
         });
         let guest = Arc::clone(&vmm);
@@ -164,10 +164,6 @@ impl FakeVmm {
         // SAFETY: an aligned word of a page of the region, which the machine keeps.
         unsafe { AtomicU64::from_ptr(word) }.fetch_add(1, Ordering::SeqCst);
         self.dirty.region(RegionIndex(0)).set(page);
-        let now = monotonic_now().0;
-        self.device.last_frame.store(now, Ordering::SeqCst);
-        let first = &self.device.first_frame;
-        let _ = first.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     fn resume_device(&self) {
@@ -181,13 +177,6 @@ impl FakeVmm {
     fn state(&self) -> Vec<u8> {
         let counters = [&self.counter, &self.device.writes];
         counters.iter().flat_map(|count| count.load(Ordering::SeqCst).to_le_bytes()).collect()
-    }
-
-    /// One card's frame times, if there is a card.
-    fn frames(&self, at: &AtomicU64) -> Vec<Option<Instant>> {
-        let moment = at.load(Ordering::SeqCst);
-        let known = (moment > 0).then_some(Instant(moment));
-        if self.has_device() { vec![known] } else { Vec::new() }
     }
 
     /// A guest that runs here from the start.
@@ -314,13 +303,18 @@ pub fn line(report: &Report) -> Option<String> {
     report.error.as_ref().map(Error::to_line)
 }
 
+/// What the guest stood, if that was measured.
+pub fn blackout(report: &Report) -> Option<Duration> {
+    report.switchover.as_ref()?.blackout
+}
+
 fn error(action: &'static str) -> Error {
     Error::vmm(action, "asked to fail")
 }
 
-struct Tracker(Arc<RamBitmap>);
+struct Written(Arc<RamBitmap>);
 
-impl DirtySource for Tracker {
+impl DirtySource for Written {
     fn sync(&mut self, into: &RamBitmap) -> Result<(), TrackError> {
         for (region, bitmap) in self.0.iter() {
             for word in 0..bitmap.word_count() {
@@ -345,22 +339,26 @@ impl SourceVmm for FakeVmm {
         Arc::clone(&self.ram)
     }
 
-    fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
+    fn track(&self) -> Result<Tracker, TrackError> {
+        let tracker = Tracker::lease(&self.ram)?;
         for (_, bitmap) in self.dirty.iter() {
             bitmap.clear_range(0..bitmap.pages());
         }
         self.tracking.store(true, Ordering::SeqCst);
-        Ok(Box::new(Tracker(Arc::clone(&self.dirty))))
+        Ok(tracker.with(Box::new(Written(Arc::clone(&self.dirty)))))
     }
 
-    fn rehearse(&self) -> Result<Rehearsal, Error> {
+    fn rehearse(&self) -> Result<Option<Rehearsal>, Error> {
+        if self.rehearses_not.load(Ordering::SeqCst) {
+            return Ok(None);
+        }
         let number = self.rehearsals.fetch_add(1, Ordering::SeqCst);
         let slow = number < self.slow_rehearsals.load(Ordering::SeqCst);
-        Ok(Rehearsal {
+        Ok(Some(Rehearsal {
             pause: if slow { Duration::from_secs(10) } else { Duration::from_micros(100) },
             save: Duration::from_micros(10),
             state: self.state(),
-        })
+        }))
     }
 
     fn set_throttle(&self, _: u8) {}
@@ -382,10 +380,6 @@ impl SourceVmm for FakeVmm {
             return Poll::Pending;
         }
         Poll::Ready(Ok(()))
-    }
-
-    fn last_frames(&self) -> Vec<Option<Instant>> {
-        self.frames(&self.device.last_frame)
     }
 
     fn begin_pause(&self, _: &Waker) {
@@ -436,16 +430,15 @@ impl SourceVmm for FakeVmm {
         Poll::Ready(Ok(state))
     }
 
-    fn cancel_stop(&self) {
-        let paused_by_owner = self.core.lock().unwrap().paused_by_owner;
-        self.stop_request.store(paused_by_owner, Ordering::SeqCst);
-        self.changed.notify_all();
-        self.resume_device();
-    }
-
-    fn resume(&self, permit: RunPermit, state: RunState) {
-        self.resumed.fetch_add(1, Ordering::SeqCst);
-        self.let_run(permit, state);
+    fn resume(&self, paused: Option<Paused>) {
+        if let Some(Paused { permit, was }) = paused {
+            self.resumed.fetch_add(1, Ordering::SeqCst);
+            self.let_run(permit, was);
+        } else {
+            let paused_by_owner = self.core.lock().unwrap().paused_by_owner;
+            self.stop_request.store(paused_by_owner, Ordering::SeqCst);
+            self.changed.notify_all();
+        }
         self.resume_device();
     }
 
@@ -455,12 +448,20 @@ impl SourceVmm for FakeVmm {
         }
     }
 
-    fn last_heartbeat(&self) -> Option<Instant> {
-        Some(Instant(self.heartbeat.load(Ordering::SeqCst)))
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(self)
+    }
+}
+
+/// The moments of the first and of the last heartbeat in this process.
+impl GuestObserver for FakeVmm {
+    fn report(&self) -> Vec<u8> {
+        let moments = [&self.first_heartbeat, &self.heartbeat];
+        moments.iter().flat_map(|moment| moment.load(Ordering::SeqCst).to_le_bytes()).collect()
     }
 
-    fn guest_check(&self) -> Option<GuestCheck> {
-        None
+    fn has_seen_all(&self) -> bool {
+        self.first_heartbeat.load(Ordering::SeqCst) > 0
     }
 }
 
@@ -469,7 +470,7 @@ impl DestinationVmm for FakeVmm {
         Arc::clone(&self.ram)
     }
 
-    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], _: LoadFor) -> Result<(), Error> {
         let (counters, []) = state.as_chunks::<8>() else { return Err(error("load")) };
         let &[guest, device] = counters else { return Err(error("load")) };
         if self.fail_load.load(Ordering::SeqCst) {
@@ -478,7 +479,7 @@ impl DestinationVmm for FakeVmm {
         assert!(!self.panic_load.load(Ordering::SeqCst), "a test wants it");
         self.counter.store(u64::from_le_bytes(guest), Ordering::SeqCst);
         self.device.writes.store(u64::from_le_bytes(device), Ordering::SeqCst);
-        Ok(Duration::from_micros(1))
+        Ok(())
     }
 
     fn arm(&self, _: Duration) {}
@@ -487,32 +488,24 @@ impl DestinationVmm for FakeVmm {
         self.let_run(permit, state);
     }
 
-    fn devices(&self) -> usize {
-        1
+    fn begin_resume(&self, _: &Waker) {
+        assert!(self.holds_permit(), "vCPUs are first");
     }
 
-    fn resume_devices(&self) -> Result<(), Error> {
-        assert!(self.holds_permit(), "vCPUs are first");
-        while self.hold_resume.load(Ordering::SeqCst) {
-            std::thread::yield_now();
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
+        if self.hold_resume.load(Ordering::SeqCst) {
+            return Poll::Pending;
         }
         assert!(!self.panic_resume.load(Ordering::SeqCst), "a test wants it");
         if self.device.fail_resume.load(Ordering::SeqCst) {
-            return Err(error("resume card 0"));
+            return Poll::Ready(Err(error("resume card 0")));
         }
         self.resume_device();
-        Ok(())
+        Poll::Ready(Ok(()))
     }
 
-    fn first_frames(&self) -> Vec<Option<Instant>> {
-        self.frames(&self.device.first_frame)
-    }
-
-    fn first_heartbeat(&self) -> Option<Instant> {
-        match self.first_heartbeat.load(Ordering::SeqCst) {
-            0 => None,
-            at => Some(Instant(at)),
-        }
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        Some(self)
     }
 }
 
@@ -559,7 +552,7 @@ impl DestinationVmm for Large {
         DestinationVmm::ram(&*self.vmm)
     }
 
-    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<Duration, Error> {
+    fn load_state(&self, state: &[u8], what_for: LoadFor) -> Result<(), Error> {
         self.vmm.load_state(state, what_for)
     }
 
@@ -571,20 +564,16 @@ impl DestinationVmm for Large {
         self.vmm.start(permit, state);
     }
 
-    fn devices(&self) -> usize {
-        self.vmm.devices()
+    fn begin_resume(&self, wake: &Waker) {
+        self.vmm.begin_resume(wake);
     }
 
-    fn resume_devices(&self) -> Result<(), Error> {
-        self.vmm.resume_devices()
+    fn poll_resumed(&self) -> Poll<Result<(), Error>> {
+        self.vmm.poll_resumed()
     }
 
-    fn first_frames(&self) -> Vec<Option<Instant>> {
-        self.vmm.first_frames()
-    }
-
-    fn first_heartbeat(&self) -> Option<Instant> {
-        self.vmm.first_heartbeat()
+    fn observer(&self) -> Option<&dyn GuestObserver> {
+        DestinationVmm::observer(&*self.vmm)
     }
 }
 

@@ -266,8 +266,8 @@ impl Destination {
                 State::Receiving { rehearsing: false, lost: None }
             }
             (state, DestinationEvent::RoundReceived { round }) => self.on_round(now, state, round),
-            (state, DestinationEvent::StateLoaded { load_ns, start_ns }) => {
-                self.on_loaded(now, state, Rehearsed { load_ns, start_ns })
+            (state, DestinationEvent::StateLoaded { load_ns }) => {
+                self.on_loaded(now, state, Rehearsed { load_ns, start_ns: 0 })
             }
             (
                 State::Armed { last_round, load, check: Check::Computing },

@@ -80,16 +80,16 @@ fn events() -> Vec<DestinationEvent> {
         DestinationEvent::Built,
         DestinationEvent::HostFailed { reason: reason() },
         DestinationEvent::ChannelsConnected,
-        DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 },
+        DestinationEvent::StateLoaded { load_ns: 1 },
         DestinationEvent::OwnDigest([3; 32]),
         DestinationEvent::Started { at: T0 },
         DestinationEvent::Alive(Alive {
-            first_heartbeat_ns: None,
             cpu_ns: 0,
             load_begin_ns: None,
             load_end_ns: None,
             devices: None,
             wall_clock_ns: None,
+            observed: None,
         }),
         DestinationEvent::Cancel { reason: reason() },
         DestinationEvent::Malformed { reason: reason() },
@@ -210,7 +210,7 @@ fn a_commit_waits_for_pages_and_state() {
     for pages_first in [false, true] {
         let mut destination = machine(LAST, committing(Load::Loading));
         let pages = DestinationEvent::RoundReceived { round: LAST };
-        let state = DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 };
+        let state = DestinationEvent::StateLoaded { load_ns: 1 };
         let [first, second] = if pages_first { [pages, state] } else { [state, pages] };
         destination.on_event(T0, first);
         assert_eq!(destination.fate(ID), Fate::Pending);
@@ -244,7 +244,7 @@ fn an_incomplete_commit_is_refused_for_ever() {
                 DestinationAction::Finish(_),
             ]
         ));
-        let state = DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 };
+        let state = DestinationEvent::StateLoaded { load_ns: 1 };
         destination.on_event(T0, state);
         destination.on_event(T0, DestinationEvent::RoundReceived { round: LAST });
         assert!(actions(&mut destination).is_empty());
@@ -284,7 +284,7 @@ fn channels_lost_before_the_last_messages_are_read_may_have_done_their_work() {
         destination.on_event(T0, DestinationEvent::Received(message));
     }
     destination.on_event(T0, DestinationEvent::ControlLost { reason: reason() });
-    destination.on_event(T0, DestinationEvent::StateLoaded { load_ns: 1, start_ns: 1 });
+    destination.on_event(T0, DestinationEvent::StateLoaded { load_ns: 1 });
     assert_eq!(destination.phase(), DestinationPhase::Starting);
 }
 

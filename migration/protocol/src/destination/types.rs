@@ -62,8 +62,6 @@ pub enum DestinationEvent {
     StateLoaded {
         /// Loading the state into the waiting vCPUs.
         load_ns: u64,
-        /// Entering a vCPU and leaving it at once.
-        start_ns: u64,
     },
     /// [`DestinationAction::ComputeDigest`] is done.
     OwnDigest([u8; 32]),

@@ -8,8 +8,8 @@ use crate::permit::{CommittedPermit, OperatorOverride, Refusal, RunPermit};
 use core::mem;
 use martlet_units::Instant;
 use martlet_wire::control::{
-    Abandon, Answer, Commit, Committed, Control, Fate, STATE_BYTES_MAX, State as SavedState,
-    SwitchoverSoon,
+    Abandon, Answer, Commit, Committed, Control, Fate, Rehearsed, STATE_BYTES_MAX,
+    State as SavedState, SwitchoverSoon,
 };
 
 /// What this side has of the right to run the guest. It stands beside the state, so that a step that
@@ -235,7 +235,11 @@ impl Source {
                 }
                 self.end_round(now, round, true, received)
             }
-            (State::Rehearsing { round, .. }, SourceEvent::Rehearsed { state: saved }) => {
+            (State::Rehearsing { round, .. }, SourceEvent::Rehearsed { state: None }) => {
+                self.rehearsed = Some(Rehearsed { load_ns: 0, start_ns: 0 });
+                self.decide(round)
+            }
+            (State::Rehearsing { round, .. }, SourceEvent::Rehearsed { state: Some(saved) }) => {
                 let waiting = State::Rehearsing { round, saved: true };
                 if let Some(failure) = too_long(&saved) {
                     return self.fail(waiting, failure);

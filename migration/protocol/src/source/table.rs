@@ -214,7 +214,7 @@ fn on_report(phase: SourcePhase, kind: Kind) -> Reaction<SourcePhase> {
     match (phase, kind) {
         (Connecting, Kind::ChannelsConnected) => Act(&[Connecting, Sending]),
         (Sending, Kind::RoundSent) => Act(&[Sending, Rehearsing, Deciding]),
-        (Rehearsing, Kind::RehearsalDone) => Act(&[Rehearsing]),
+        (Rehearsing, Kind::RehearsalDone) => Act(&[Rehearsing, Deciding]),
         (Deciding, Kind::DecidedNextRound) => Act(&[Sending]),
         (Deciding, Kind::DecidedRehearseAgain) => Act(&[Rehearsing]),
         (Deciding, Kind::DecidedSwitchover) => Act(&[Pausing]),

@@ -60,8 +60,8 @@ pub enum SourceEvent {
     },
     /// [`SourceAction::Rehearse`] is done.
     Rehearsed {
-        /// A state good for loading.
-        state: Vec<u8>,
+        /// A state good for loading; `None` from a VMM that does not rehearse.
+        state: Option<Vec<u8>>,
     },
     /// The answer to [`SourceAction::Decide`].
     Decided(Decision),

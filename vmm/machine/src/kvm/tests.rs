@@ -85,7 +85,7 @@ fn move_with(
     target.load_state(&changed(&state, change), start).unwrap();
     let loaded = clock::now();
     target.start(permit, RunState::Paused);
-    let after = clocks(&factory.machine().unwrap().rehearse().unwrap().state);
+    let after = clocks(&factory.machine().unwrap().rehearse().unwrap().unwrap().state);
     let looked = clock::now();
     let before = clocks(&state);
     let khz = i128::from(source.vm.tsc_khz());
@@ -168,11 +168,10 @@ fn rehearse_with(change: impl Fn(&mut SavedVcpu)) {
     }
     let source = running(&program("fill=1M,ws=1M,rate=1/ms,tick=100us", 16, 1));
     let target = destination(&Factory::new(FactoryConfig::default()).unwrap(), &source);
-    let state = source.rehearse().unwrap().state;
+    let state = source.rehearse().unwrap().unwrap().state;
     moving::copy_ram(&source, &target.ram());
     let before = target.ram().digest().unwrap();
-    let loaded =
-        target.load_state(&changed(&state, |_, vcpu| change(vcpu)), LoadFor::Rehearsal).map(drop);
+    let loaded = target.load_state(&changed(&state, |_, vcpu| change(vcpu)), LoadFor::Rehearsal);
     eprintln!("{loaded:?}");
     assert_eq!(target.ram().digest().unwrap(), before);
     target.load_state(&state, LoadFor::Rehearsal).expect("the machine still takes a good state");

@@ -41,7 +41,7 @@ fn hostile_states_are_refused_or_loaded_but_never_break_the_machine() {
     }
     let source = running(&program("fill=1M,ws=1M,rate=1/tick,tick=100us", 16, 2));
     wait_ready(&source);
-    let good = source.rehearse().unwrap().state;
+    let good = source.rehearse().unwrap().unwrap().state;
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
     let mut chance = Chance(0x9e37_79b9_7f4a_7c15);
@@ -90,7 +90,7 @@ fn hostile_states_of_cards_are_refused_or_loaded() {
     eprintln!("{refused} of 300 damaged states were refused");
     assert!(refused > 100);
     target.load_state(&good, LoadFor::Rehearsal).expect("the cards still take a good state");
-    source.resume(paused.permit, paused.was);
+    source.resume(Some(paused));
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn other_machines_are_refused_by_name() {
     // A state of two vCPUs for a machine of one.
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
-    let two = other.rehearse().unwrap().state;
+    let two = other.rehearse().unwrap().unwrap().state;
     let error = target.load_state(&two, LoadFor::Rehearsal).unwrap_err().to_string();
     assert_eq!(error, "cannot load the machine's state: states of 2 vCPUs for 1");
 }

@@ -115,17 +115,17 @@ fn move_and_compare(source: &Machine, mut meanwhile: impl FnMut()) -> Arc<Machin
     let mut tracker = source.track().unwrap();
     moving::copy_ram(source, &target.ram());
     for _ in 0..2 {
-        let state = source.rehearse().unwrap().state;
+        let state = source.rehearse().unwrap().unwrap().state;
         let before = target.ram().digest().unwrap();
         target.load_state(&state, LoadFor::Rehearsal).unwrap();
         assert_eq!(target.ram().digest().unwrap(), before, "a rehearsal writes no memory");
-        copy_written(source, &mut *tracker, &memory);
+        copy_written(source, &mut tracker, &memory);
         meanwhile();
     }
     target.arm(Duration::from_secs(1));
     source.begin_pause(Waker::noop());
     let paused = source.wait_paused().unwrap();
-    copy_written(source, &mut *tracker, &memory);
+    copy_written(source, &mut tracker, &memory);
     let state = source.take_state().unwrap();
     assert_equal(source, &memory, "after the last pages");
     target.load_state(&state, START_HERE).unwrap();
@@ -199,7 +199,7 @@ fn a_rehearsal_writes_into_no_page_table() {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, &source);
     let memory = GuestMemory::new(target.ram());
-    let state = source.rehearse().unwrap().state;
+    let state = source.rehearse().unwrap().unwrap().state;
     moving::copy_ram(&source, &target.ram());
     let mut entry = [0; 8];
     for at in TABLES.step_by(entry.len()).map(Gpa) {

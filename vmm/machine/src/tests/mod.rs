@@ -16,15 +16,17 @@ mod tracking;
 mod userfault;
 
 use crate::memory::GuestMemory;
-use crate::{Accel, Boot, Machine, MachineConfig, SerialOut, Tracking, kvm_is_usable};
+use crate::{Accel, Boot, Machine, MachineConfig, Observed, SerialOut, Tracking, kvm_is_usable};
 use martlet_engine::{
-    BuildRequest, DestinationFactory, DestinationVmm, Error, LoadFor, Paused, Peer, SourceVmm,
+    BuildRequest, DestinationFactory, DestinationVmm, Error, GuestObserver, LoadFor, Paused, Peer,
+    SourceVmm,
 };
+use martlet_ram::DirtySource;
 use martlet_test_host::Want;
 use martlet_units::{ByteCount, ClockOffset, Gpa, PAGE_SIZE, PageRange};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::Poll;
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 /// Bytes of a page, as a length.
@@ -53,6 +55,18 @@ pub(crate) trait Waited: SourceVmm {
 }
 
 impl<T: SourceVmm + ?Sized> Waited for T {}
+
+/// Sets the devices of a guest that has arrived going.
+fn resume(target: &dyn DestinationVmm) -> Result<(), Error> {
+    target.begin_resume(Waker::noop());
+    wait(|| target.poll_resumed())
+}
+
+/// What was seen of a guest.
+fn observed(observer: Option<&dyn GuestObserver>) -> Observed {
+    let report = observer.expect("a machine observes").report();
+    Observed::decode(&report).expect("a report of a machine")
+}
 
 fn wait<T>(poll: impl Fn() -> Poll<T>) -> T {
     let began = Instant::now();

@@ -16,7 +16,7 @@ fn move_guest(source: &Machine, config: FactoryConfig) -> Arc<Machine> {
 /// Moves it to a machine that `factory` makes.
 pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine> {
     let destination = destination(factory, source);
-    let rehearsal = source.rehearse().unwrap();
+    let rehearsal = source.rehearse().unwrap().unwrap();
     destination.load_state(&rehearsal.state, LoadFor::Rehearsal).unwrap();
     destination.arm(Duration::from_millis(100));
     source.begin_suspend(Waker::noop());
@@ -28,9 +28,9 @@ pub(super) fn move_guest_to(source: &Machine, factory: &Factory) -> Arc<Machine>
     copy_ram(source, &target_ram);
     destination.load_state(&state, START_HERE).unwrap();
     assert!(factory.machine().is_none());
-    assert_eq!(destination.first_heartbeat(), None);
+    assert_eq!(observed(destination.observer()).first_heartbeat_ns, None);
     destination.start(paused.permit, paused.was);
-    destination.resume_devices().unwrap();
+    resume(&*destination).unwrap();
     source.moved_away();
     factory.machine().expect("it arrived")
 }
@@ -146,12 +146,14 @@ fn a_failed_attempt_leaves_the_source_as_it_was() {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     for _ in 0..3 {
         let abandoned = destination(&factory, &source);
-        abandoned.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
+        abandoned
+            .load_state(&source.rehearse().unwrap().unwrap().state, LoadFor::Rehearsal)
+            .unwrap();
         abandoned.arm(Duration::from_secs(1));
         source.begin_pause(Waker::noop());
         let paused = source.wait_paused().unwrap();
         drop(abandoned);
-        source.resume(paused.permit, paused.was);
+        source.resume(Some(paused));
         assert_sound(&source);
     }
     let machine = move_guest(&source, FactoryConfig::default());
@@ -170,7 +172,7 @@ fn the_way_into_the_guest_is_short() {
     for _ in 0..12 {
         let factory = Factory::new(FactoryConfig::default()).unwrap();
         let destination = destination(&factory, &machine);
-        let rehearsal = machine.rehearse().unwrap();
+        let rehearsal = machine.rehearse().unwrap().unwrap();
         destination.load_state(&rehearsal.state, LoadFor::Rehearsal).unwrap();
         copy_ram(&machine, &destination.ram());
         destination.arm(Duration::from_millis(200));
@@ -183,17 +185,16 @@ fn the_way_into_the_guest_is_short() {
         let saved = begin.elapsed();
         copy_ram(&machine, &destination.ram());
         let copied = Instant::now();
-        let entered = destination.load_state(&state, START_HERE).unwrap();
+        destination.load_state(&state, START_HERE).unwrap();
         let loaded = copied.elapsed();
         let started_at = crate::clock::now();
         assert_eq!(paused.was, RunState::Running);
         destination.start(paused.permit, paused.was);
-        wait_for("a heartbeat", || destination.first_heartbeat().is_some());
-        let gap = destination.first_heartbeat().unwrap().since(started_at);
+        wait_for("a heartbeat", || observed(destination.observer()).first_heartbeat_ns.is_some());
+        let first = observed(destination.observer()).first_heartbeat_ns.unwrap();
+        let gap = martlet_units::Instant(first).since(started_at);
         gaps.push(gap);
-        lines.push(format!(
-            "out {out:?} saved {saved:?} loaded {loaded:?} (entered {entered:?}) first beat {gap:?}"
-        ));
+        lines.push(format!("out {out:?} saved {saved:?} loaded {loaded:?} first beat {gap:?}"));
         drop(tracker);
         machine.moved_away();
         machine = factory.machine().unwrap();

@@ -126,7 +126,7 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     let factory = factory(&there);
     let target = destination(&factory, &source);
     for _ in 0..3 {
-        target.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
+        target.load_state(&source.rehearse().unwrap().unwrap().state, LoadFor::Rehearsal).unwrap();
     }
     for card in &there {
         let calls = card.take_calls();
@@ -141,8 +141,8 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     copy_ram(&source, &target.ram());
     target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
     target.start(paused.permit, paused.was);
-    assert_eq!(target.first_frames(), [None, None]);
-    target.resume_devices().unwrap();
+    assert_eq!(observed(target.observer()).first_frames_ns, [None, None]);
+    resume(&*target).unwrap();
     source.moved_away();
     for card in &there {
         assert_eq!(card.take_calls(), ["begin_resume", "resumed"]);
@@ -152,8 +152,10 @@ fn a_destination_prepares_in_the_rehearsal_and_only_resumes_in_the_blackout() {
     }
     let machine = factory.machine().unwrap();
     assert_frames_flow(&machine, 100);
-    assert_eq!(source.last_frames().len(), 2);
-    wait_for("a frame of each card", || target.first_frames().iter().all(Option::is_some));
+    assert_eq!(observed(source.observer()).last_frames_ns.len(), 2);
+    wait_for("a frame of each card", || {
+        observed(target.observer()).first_frames_ns.iter().all(Option::is_some)
+    });
     // The devices belong to the guest that arrived.
     let description = machine.machine_description();
     let error =
@@ -174,7 +176,7 @@ fn an_abandoned_attempt_leaves_frames_flowing_and_devices_as_new() {
     let factory = factory(&there);
     for _ in 0..3 {
         let target = destination(&factory, &source);
-        target.load_state(&source.rehearse().unwrap().state, LoadFor::Rehearsal).unwrap();
+        target.load_state(&source.rehearse().unwrap().unwrap().state, LoadFor::Rehearsal).unwrap();
         let tracker = source.track().unwrap();
         source.begin_suspend(Waker::noop());
         source.wait_suspended().unwrap();
@@ -182,7 +184,7 @@ fn an_abandoned_attempt_leaves_frames_flowing_and_devices_as_new() {
         let paused = source.wait_paused().unwrap();
         target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
         drop(target);
-        source.resume(paused.permit, paused.was);
+        source.resume(Some(paused));
         drop(tracker);
         assert_frames_flow(&source, 300);
         assert!(there.iter().all(|card| card.features().is_none()));
@@ -228,7 +230,7 @@ fn a_device_that_does_not_answer_keeps_nobody() {
         assert!(source.poll_suspended().is_pending());
         !cards[0].is_running() && !cards[2].is_running()
     });
-    source.cancel_stop();
+    source.resume(None);
     wait_for("the others go on", || cards[0].is_running() && cards[2].is_running());
     // What it says in the end harms nobody.
     cards[1].set_trouble(Trouble::default());
@@ -255,7 +257,7 @@ fn a_device_that_does_not_go_on_is_told_and_the_guest_runs() {
     copy_ram(&source, &target.ram());
     target.load_state(&source.take_state().unwrap(), START_HERE).unwrap();
     target.start(paused.permit, paused.was);
-    let error = target.resume_devices().unwrap_err().to_string();
+    let error = resume(&*target).unwrap_err().to_string();
     let expected = "cannot resume the devices: network card 1: cannot resume queue 3: told to fail";
     assert_eq!(error, expected);
     source.moved_away();
@@ -300,7 +302,7 @@ fn what_devices_write_is_tracked() {
             assert!(source.memory.read(gpa, &mut here) && memory.read(gpa, &mut there));
             assert!(here == there, "{tracking:?}: page {page:#x} was written and not reported");
         }
-        source.resume(paused.permit, paused.was);
+        source.resume(Some(paused));
         assert_frames_flow(&source, 500);
     }
 }
@@ -361,7 +363,7 @@ fn a_device_without_resume_is_built_again() {
     let paused = machine.wait_paused().unwrap();
     assert_eq!(paused.was, RunState::Running);
     card.take_calls();
-    machine.resume(paused.permit, paused.was);
+    machine.resume(Some(paused));
     machine.nics.settle().unwrap();
     let calls = card.take_calls();
     assert_eq!(calls[..2], ["reset", "set_features"]);
@@ -416,7 +418,7 @@ fn frames_flow_without_kvm() {
     // To and fro: the state is saved and the guest goes on.
     let mut tracker = machine.track().unwrap();
     for _ in 0..3 {
-        assert!(!machine.rehearse().unwrap().state.is_empty());
+        assert!(!machine.rehearse().unwrap().unwrap().state.is_empty());
         machine.begin_suspend(Waker::noop());
         machine.wait_suspended().unwrap();
         machine.begin_pause(Waker::noop());
@@ -424,7 +426,7 @@ fn frames_flow_without_kvm() {
         let dirty = RamBitmap::new(machine.memory.ram());
         tracker.sync(&dirty).unwrap();
         assert!(dirty.count() > 0 && !machine.take_state().unwrap().is_empty());
-        machine.resume(paused.permit, paused.was);
+        machine.resume(Some(paused));
         assert_frames_flow(&machine, 300);
     }
     assert_sound(&machine);

@@ -320,7 +320,7 @@ fn a_stop_waits_for_a_reset() {
         machine.begin_pause(Waker::noop());
         assert!(machine.poll_paused().is_pending());
         if is_cancelled {
-            machine.cancel_stop();
+            machine.resume(None);
         }
         lock(&machine.control).step("reset it", Event::EndReset).unwrap();
         if is_cancelled {
@@ -330,7 +330,7 @@ fn a_stop_waits_for_a_reset() {
     }
     let paused = machine.wait_paused().unwrap();
     machine.take_state().unwrap();
-    machine.resume(paused.permit, paused.was);
+    machine.resume(Some(paused));
     assert_sound(&machine);
 }
 
@@ -347,7 +347,7 @@ fn a_guest_that_resets_all_the_time_is_stopped() {
         source.begin_pause(Waker::noop());
         let paused = source.wait_paused().unwrap();
         source.take_state().unwrap();
-        source.resume(paused.permit, paused.was);
+        source.resume(Some(paused));
         let now = source.resets().0;
         wait_for("a reset", || {
             assert_eq!(source.status(), GuestStatus::Running);

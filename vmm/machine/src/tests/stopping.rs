@@ -46,7 +46,7 @@ fn thousands_of_stops_lose_nothing() {
             if round % 4 == 1 {
                 machine.take_state().unwrap();
             }
-            machine.resume(paused.permit, paused.was);
+            machine.resume(Some(paused));
         }
     }
     assert_sound(&machine);
@@ -66,7 +66,7 @@ fn many_vcpus_stop_together() {
         let paused = machine.wait_paused().unwrap();
         pauses.push(begin.elapsed());
         machine.take_state().unwrap();
-        machine.resume(paused.permit, paused.was);
+        machine.resume(Some(paused));
         std::thread::sleep(Duration::from_millis(2));
     }
     pauses.sort();
@@ -84,7 +84,7 @@ fn a_rehearsal_costs_little_and_changes_nothing() {
     let machine = running(&program("fill=4M,ws=1M,rate=1/tick,tick=50us", 32, 1));
     wait_ready(&machine);
     for round in 0..20 {
-        let rehearsal = machine.rehearse().unwrap();
+        let rehearsal = machine.rehearse().unwrap().unwrap();
         assert!(!rehearsal.state.is_empty());
         if round > 15 {
             eprintln!(
@@ -100,7 +100,7 @@ fn a_rehearsal_costs_little_and_changes_nothing() {
     // A paused guest can be rehearsed too, and stays paused.
     machine.pause_by_owner().unwrap();
     let stopped_at = heartbeats(&machine);
-    machine.rehearse().unwrap();
+    machine.rehearse().unwrap().unwrap();
     assert_eq!(machine.status(), GuestStatus::Paused);
     assert_eq!(heartbeats(&machine), stopped_at);
 }
@@ -121,7 +121,7 @@ fn the_owner_keeps_out_of_a_switchover() {
     assert_eq!(error.to_string(), "cannot continue it: the guest is being moved away");
     assert!(machine.pause_by_owner().is_err());
     assert!(machine.rehearse().is_err());
-    machine.resume(paused.permit, paused.was);
+    machine.resume(Some(paused));
     assert_eq!(machine.status(), GuestStatus::Paused);
     machine.continue_by_owner().unwrap();
     assert_sound(&machine);

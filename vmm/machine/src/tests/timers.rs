@@ -42,7 +42,7 @@ fn move_guest(source: &Machine, is_slow: bool) -> (Arc<Machine>, Duration) {
     let factory = Factory::new(FactoryConfig::default()).unwrap();
     let target = destination(&factory, source);
     for pause_ms in if is_slow { [100, 150] } else { [0, 0] } {
-        let state = source.rehearse().unwrap().state;
+        let state = source.rehearse().unwrap().unwrap().state;
         target.load_state(&state, LoadFor::Rehearsal).unwrap();
         std::thread::sleep(Duration::from_millis(pause_ms));
     }
@@ -228,7 +228,7 @@ fn ticks_of_a_switchover_that_failed_do_not_come_later() {
         machine.begin_pause(Waker::noop());
         let paused = machine.wait_paused().unwrap();
         std::thread::sleep(STANDS);
-        machine.resume(paused.permit, paused.was);
+        machine.resume(Some(paused));
     });
 }
 

@@ -117,11 +117,11 @@ fn exact(tracking: Tracking) {
             let (first, count, stride) =
                 (0x1000 + seed % 1000, 1 + seed / 7 % 300, 1 + seed / 3 % 50);
             let written = writer.write(first, count, stride);
-            let reported = sync(&mut *source, &machine);
+            let reported = sync(&mut source, &machine);
             let what = format!("{tracking:?}: {count} pages from {first} by {stride}");
             assert_pages(&reported, &written, &what);
-            rearm(&mut *source, &reported);
-            assert_eq!(sync(&mut *source, &machine), BTreeSet::new());
+            rearm(&mut source, &reported);
+            assert_eq!(sync(&mut source, &machine), BTreeSet::new());
         }
     }
 }
@@ -152,9 +152,9 @@ fn a_full_ring_loses_nothing() {
     // Twice what a ring holds.
     for first in [0x1000, 0x1001] {
         let written = writer.write(first, 20_000, 2);
-        assert_pages(&sync(&mut *source, &machine), &written, "two rings full");
+        assert_pages(&sync(&mut source, &machine), &written, "two rings full");
     }
-    assert_eq!(sync(&mut *source, &machine), BTreeSet::new());
+    assert_eq!(sync(&mut source, &machine), BTreeSet::new());
 }
 
 #[test]
@@ -169,22 +169,22 @@ fn the_log_clears_only_what_it_was_asked_and_had_read() {
     let mut source = machine.track().unwrap();
     let written = writer.write(0x1000, 4, 1);
     // Not read yet: naming them clears nothing.
-    rearm(&mut *source, &written);
-    assert_eq!(sync(&mut *source, &machine), written);
+    rearm(&mut source, &written);
+    assert_eq!(sync(&mut source, &machine), written);
     // Two of them are rearmed, the others reported again.
-    rearm(&mut *source, &BTreeSet::from([0x1000, 0x1002]));
+    rearm(&mut source, &BTreeSet::from([0x1000, 0x1002]));
     let rest = BTreeSet::from([MAILBOX_PAGE, 0x1001, 0x1003]);
-    assert_eq!(sync(&mut *source, &machine), rest);
+    assert_eq!(sync(&mut source, &machine), rest);
     // A rearmed page's next write is caught.
     let again = writer.write(0x1002, 1, 1);
-    assert_eq!(sync(&mut *source, &machine), &rest | &again);
+    assert_eq!(sync(&mut source, &machine), &rest | &again);
     // The last words of a region are fewer than a chunk's.
     let last = machine.memory.ram().regions()[0].pages() - 1;
     let written = writer.write(last, 1, 1);
-    let reported = sync(&mut *source, &machine);
+    let reported = sync(&mut source, &machine);
     assert!(reported.is_superset(&written));
-    rearm(&mut *source, &reported);
-    assert_eq!(sync(&mut *source, &machine), BTreeSet::new());
+    rearm(&mut source, &reported);
+    assert_eq!(sync(&mut source, &machine), BTreeSet::new());
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn there_is_one_tracker_of_a_guest_at_a_time() {
         assert!(matches!(machine.track(), Err(TrackError::AlreadyTracked)));
         // The one that is there has lost nothing by that.
         let written = writer.write(0x1000, 3, 1);
-        assert_pages(&sync(&mut *source, &machine), &written, "behind a refused tracker");
+        assert_pages(&sync(&mut source, &machine), &written, "behind a refused tracker");
         drop(source);
         assert!(machine.track().is_ok());
     }
