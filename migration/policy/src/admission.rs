@@ -340,11 +340,6 @@ impl Admission {
         self.cpu_time(pages).saturating_sub(a_quarter_more).min(CPU_PAUSE_MAX)
     }
 
-    /// Pages outstanding on a device, of this process.
-    pub fn outstanding(&self, device: usize) -> u64 {
-        self.devices.get(device).map_or(0, Device::outstanding)
-    }
-
     /// Pages outstanding on a device, of this process, that it is expected to be still at: a batch
     /// that nobody has looked at keeps nobody waiting once it is done. What to tell other processes.
     pub fn backlog(&self, now: Instant, device: usize) -> u64 {

@@ -112,11 +112,6 @@ impl Placer {
         Ok(PageCount(cleared))
     }
 
-    /// Pages that may hold something else than zeros now.
-    pub fn filled(&self) -> PageCount {
-        PageCount(self.filled.count())
-    }
-
     fn clear(&self, region: RegionIndex, run: Range<u64>) -> Result<(), LostPage> {
         let memory = &self.ram.regions()[usize::from(region.0)];
         let pages = run.end - run.start;

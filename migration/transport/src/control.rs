@@ -48,6 +48,8 @@ pub struct ControlLink<C = Stream> {
     input: Vec<u8>,
     /// Bytes of `input` that were decoded already.
     consumed: usize,
+    /// Where bytes are read to: made once, for most looks find nothing.
+    landing: Box<[u8]>,
     sent_bytes: u64,
 }
 
@@ -61,6 +63,7 @@ impl<C: Connection> ControlLink<C> {
             handed_over: 0,
             input: Vec::new(),
             consumed: 0,
+            landing: vec![0; READ_BYTES].into_boxed_slice(),
             sent_bytes: 0,
         }
     }
@@ -168,11 +171,9 @@ impl<C: Connection> ControlLink<C> {
             self.input = Vec::new();
         }
         // Grows with what really came, never with what a header only claims.
-        let filled = self.input.len();
-        self.input.resize(filled + READ_BYTES, 0);
-        let got = self.stream.read_now(&mut self.input[filled..]);
-        self.input.truncate(filled + *got.as_ref().unwrap_or(&0));
-        got.map(drop)
+        let got = self.stream.read_now(&mut self.landing)?;
+        self.input.extend_from_slice(&self.landing[..got]);
+        Ok(())
     }
 
     fn decode_next(

@@ -49,7 +49,7 @@ pub(super) struct Device {
     profile_page_ps: u64,
     /// A page's time as measured.
     page_ps: u64,
-    outstanding: u64,
+    pub(super) outstanding: u64,
     /// When it is expected to be done with them.
     busy_until: Instant,
     limit: u64,
@@ -84,10 +84,6 @@ impl Device {
             refused: 0,
             probe_after: PROBE_BATCHES,
         }
-    }
-
-    pub(super) fn outstanding(&self) -> u64 {
-        self.outstanding
     }
 
     pub(super) fn is_usable(&self, now: Instant) -> bool {

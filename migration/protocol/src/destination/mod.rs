@@ -18,7 +18,7 @@ use crate::reaction::Reaction;
 use core::mem;
 use core::time::Duration;
 use martlet_units::Instant;
-use martlet_wire::control::{Answer, Control, Fate, MigrationId, Pong};
+use martlet_wire::control::{Control, Fate, MigrationId, Pong};
 use martlet_wire::frame::{Kind as MessageKind, SMALL_BYTES_MAX};
 use state::State;
 use std::collections::VecDeque;
@@ -154,11 +154,6 @@ impl Destination {
                 | DestinationPhase::Abandoned => false,
             };
         if under_way { Fate::Pending } else { self.ledger.fate(migration) }
-    }
-
-    /// The answer to a query that comes on another connection.
-    pub fn answer(&self, migration: MigrationId) -> Answer {
-        Answer { instance: self.ledger.instance(), fate: self.fate(migration) }
     }
 
     /// Ends the use of this machine and gives the process's memory of attempts back.

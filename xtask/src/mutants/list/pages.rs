@@ -101,11 +101,13 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         ),
     },
     // What KVM does by itself begins with the guest, and writes into no page that arrived.
+    // One that is loaded too early is mended at the start, where its ticks are dropped: no test
+    // could tell.
     Mutation {
-        name: "pit-runs-from-its-rehearsal-on",
+        name: "timer-of-a-guest-that-came-is-not-set",
         file: KVM_VM,
-        from: "            *lock(&self.held) = Some(saved.pit.clone());\n        }\n",
-        to: "        }\n        if before.is_none() {\n            self.set_pit(&saved.pit)?;\n        }\n",
+        from: "Some(pit) => self.set_pit(&pit),",
+        to: "Some(_) => Ok(()),",
         test: Test::Lib(
             "martlet-machine",
             "tests::timers::the_interval_timer_keeps_its_time_across_moves",
