@@ -82,8 +82,8 @@ const SCALAR: &str = "scalar";
 const AVX512: &str = "avx512";
 
 /// Whether 512-bit loads are the fastest way to read memory on this processor, if it has them. Not
-/// on AMD: Zen 4 does them in halves, and `--example zero_check` shows them slower than 256 bits
-/// there. Nor on Intel before Ice Lake (which has VBMI2), where they lower the core's clock.
+/// on AMD: Zen 4 does them in halves, and they are slower than 256 bits there (`martlet bench
+/// zero-check`). Nor on Intel before Ice Lake (which has VBMI2), where they lower the core's clock.
 fn wide_is_fast() -> bool {
     use std::arch::x86_64::__cpuid;
     #[allow(unused_unsafe, reason = "safe in newer toolchains")]
