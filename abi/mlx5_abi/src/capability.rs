@@ -66,13 +66,21 @@ pub struct GeneralCapabilities {
     /// Bit 6: there is a null key. Bits 5:0: log2 of the most entries of a KLM list.
     pub null_mkey_log_max_klm_list: u8,
     /// Not used here.
-    pub reserved_24: [u8; 0x26],
+    pub reserved_24: [u8; 0x10],
+    /// Bit 7: the function manages vports.
+    pub vport_group_manager: u8,
+    /// Not used here.
+    pub reserved_35: [u8; 0x15],
     /// Bit 5: umems and keys may belong to user context 0.
     pub umem_uid_0: u8,
     /// log2 of the adapter's page.
     pub log_page_size: u8,
     /// Not used here.
-    pub reserved_4c: [u8; 0x34],
+    pub reserved_4c: [u8; 0x26],
+    /// Low 5 bits: log2 of the longest receive queue table.
+    pub log_max_rqt_size: u8,
+    /// Not used here.
+    pub reserved_73: [u8; 0x0d],
     /// One bit for each type of general object.
     pub general_object_types: U64,
     /// Not used here.
@@ -94,6 +102,16 @@ impl GeneralCapabilities {
     /// Whether general objects of this type exist.
     pub const fn has_object_type(&self, object_type: u16) -> bool {
         object_type < 64 && self.general_object_types.get() >> object_type & 1 == 1
+    }
+
+    /// Entries of a receive queue table, at most.
+    pub const fn rqt_entries_max(&self) -> u32 {
+        1 << (self.log_max_rqt_size & 0x1f)
+    }
+
+    /// Whether the function manages vports, and hears of their changes.
+    pub const fn manages_vports(&self) -> bool {
+        self.vport_group_manager & 0x80 != 0
     }
 
     /// log2 of the most entries of a KLM list.
@@ -127,14 +145,15 @@ pub struct VirtioCapabilities {
     pub queue_types: u8,
     /// Not used here.
     pub max_tunnel_desc: U16,
-    /// Low 5 bits: log2 of the bytes from one queue's doorbell to the next.
+    /// Low 5 bits: log2 of the bytes of a user's part of the doorbells.
     pub log_doorbell_stride: u8,
-    /// Low 5 bits: log2 of the bytes of all doorbells. Bits 7:5: whether the remaining fields, the
-    /// addresses and the indices of a virtqueue may be modified.
+    /// Low 5 bits: log2 of all doorbells, in units of 4 KiB (Linux `infiniband/hw/mlx5/main.c`,
+    /// `mlx5_ib_init_var_table`). Bits 7:5: whether the remaining fields, the addresses and the
+    /// indices of a virtqueue may be modified.
     pub log_doorbell_bar_size: u8,
-    /// Where in BAR 0 the virtqueues' doorbells begin. Each is a u32, `doorbell_stride_index`
-    /// strides further on; what is written there is the number of the queue, little-endian as
-    /// virtio's notifications are (DPDK `mlx5_vdpa_virtq.c`, `mlx5_vdpa_virtq_kick`).
+    /// Where in BAR 0 the doorbell of all virtqueues is; what is written there is the number of the
+    /// queue, little-endian as virtio's notifications are (Linux `mlx5_vnet.c`,
+    /// `mlx5_vdpa_kick_vq`: one address for all; DPDK `mlx5_vdpa_virtq.c` writes 32 bits).
     pub doorbell_bar_offset: U64,
     /// Not used here.
     pub max_emulated_devices: u8,
@@ -187,14 +206,14 @@ impl VirtioCapabilities {
     /// In [`Self::suspend_abilities`] (`freeze_to_rdy_supported`, bit 0xd4).
     pub const FREEZE_TO_RDY: u8 = 1 << 3;
 
-    /// log2 of the bytes from one queue's doorbell to the next.
-    pub const fn log_stride(&self) -> u8 {
-        self.log_doorbell_stride & 0x1f
+    /// Bytes of all doorbells.
+    pub const fn doorbell_bytes(&self) -> u64 {
+        4096 << (self.log_doorbell_bar_size & 0x1f)
     }
 
-    /// log2 of the bytes of all doorbells.
-    pub const fn log_bar_size(&self) -> u8 {
-        self.log_doorbell_bar_size & 0x1f
+    /// Whether queues can tell in this way, one of [`virtq::event_mode`](crate::virtq::event_mode).
+    pub const fn has_event_mode(&self, mode: u8) -> bool {
+        self.event_modes >> mode & 1 == 1
     }
 
     /// The features that queues can offer, by the numbers of [`device_feature`].
@@ -229,6 +248,8 @@ const _: () = {
     assert!(offset_of!(GeneralCapabilities, null_mkey_log_max_klm_list) == 0x118 / 8);
     assert!(offset_of!(GeneralCapabilities, umem_uid_0) == 0x250 / 8);
     assert!(offset_of!(GeneralCapabilities, log_page_size) == 0x258 / 8);
+    assert!(offset_of!(GeneralCapabilities, vport_group_manager) == 0x1a0 / 8);
+    assert!(offset_of!(GeneralCapabilities, log_max_rqt_size) == 0x390 / 8);
     assert!(offset_of!(GeneralCapabilities, general_object_types) == 0x400 / 8);
     assert!(offset_of!(GeneralCapabilities, log_max_umem) == 0x468 / 8);
     assert!(offset_of!(GeneralCapabilities, max_num_eqs) == 0x470 / 8);

@@ -19,6 +19,8 @@ open_enum! {
         QUERY_PAGES = 0x107,
         /// Gives pages to the firmware, or takes them back.
         MANAGE_PAGES = 0x108,
+        /// Chooses capabilities.
+        SET_HCA_CAP = 0x109,
         /// Chooses the interface step sequence.
         SET_ISSI = 0x10b,
         /// Makes a memory key.

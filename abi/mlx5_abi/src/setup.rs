@@ -150,7 +150,7 @@ pub struct QueryNicVportContextOut {
     pub reserved0: [u8; 8],
     /// Fields without a use here.
     pub reserved1: [u8; 0x26],
-    /// Largest frame payload.
+    /// Largest frame: its payload and [`FRAME_OVERHEAD_BYTES`].
     pub mtu: U16,
     /// Fields without a use here.
     pub reserved2: [u8; 0xce],
@@ -158,6 +158,41 @@ pub struct QueryNicVportContextOut {
     pub mac: [u8; 6],
     /// Fields without a use here.
     pub reserved3: [u8; 4],
+}
+
+/// Bytes of a frame that the vport's MTU counts besides the payload: Ethernet header 14, VLAN tag 4,
+/// checksum 4 (Linux `mlx5_vdpa.h`, `MLX5V_ETH_HARD_MTU`; `mlx5_vnet.c`, `query_mtu`).
+pub const FRAME_OVERHEAD_BYTES: u16 = 22;
+
+/// INIT_HCA's input (`mlx5_ifc_init_hca_in_bits`).
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct InitHcaIn {
+    /// The header.
+    pub header: InHeader,
+    /// Zero.
+    pub reserved0: U32,
+    /// Low 14 bits: a number of the software's choice for the function; zero for none.
+    pub sw_vhca_id: U16,
+    /// Zero.
+    pub reserved1: U16,
+    /// Who owns the function, for steering between functions of one owner; zero for nobody.
+    pub sw_owner_id: [u8; 16],
+}
+
+/// The begin of SET_HCA_CAP's input; the capabilities follow, as long as those of a query
+/// (`mlx5_ifc_set_hca_cap_in_bits`).
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct SetHcaCapIn {
+    /// The header; `op_mod` is the kind of capabilities, shifted by one.
+    pub header: InHeader,
+    /// Zero.
+    pub reserved: [u8; 8],
 }
 
 /// SET_ISSI's input (`mlx5_ifc_set_issi_in_bits`).
@@ -190,4 +225,7 @@ const _: () = {
     assert!(offset_of!(QueryNicVportContextOut, mac) == 0x10 + 0xf6);
     assert!(size_of::<QueryNicVportContextOut>() == 0x110);
     assert!(size_of::<SetIssiIn>() == 16);
+    assert!(offset_of!(InitHcaIn, sw_vhca_id) == 0x0c);
+    assert!(size_of::<InitHcaIn>() == 32);
+    assert!(size_of::<SetHcaCapIn>() == 16);
 };

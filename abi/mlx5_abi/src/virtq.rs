@@ -52,6 +52,8 @@ pub mod modify {
 pub mod event_mode {
     /// Not at all.
     pub const NONE: u8 = 0;
+    /// By a completion of a queue pair.
+    pub const QP: u8 = 1;
     /// By an interrupt vector.
     pub const MSIX: u8 = 2;
 }
@@ -108,7 +110,7 @@ pub struct VirtioQueue {
     pub flags: u8,
     /// With [`event_mode::QP`] a queue pair, with [`event_mode::MSIX`] a vector.
     pub event_qpn_or_msix: U24,
-    /// Its doorbell: this many strides into the doorbells.
+    /// Which of several doorbells is its own, with full emulation; zero here.
     pub doorbell_stride_index: U16,
     /// Descriptors, a power of two. Can't be modified.
     pub queue_size: U16,
@@ -161,8 +163,9 @@ pub struct UmemRef {
 impl VirtioQueue {
     /// In [`Self::flags`]: virtio 1.0.
     pub const VIRTIO_1_0: u8 = 1 << 6;
-    /// In the low nibble of [`Self::flags`]: Ethernet frames.
-    pub const ETH_FRAME: u8 = 1;
+    /// In the low nibble of [`Self::flags`]: Ethernet frames (`offload_type`;
+    /// `MLX5_VIRTIO_Q_OFFLOAD_TYPE_ETH_FRAME`, DESC_TUNNEL is 1).
+    pub const ETH_FRAME: u8 = 0;
 }
 
 impl VirtioNetQueue {

@@ -49,7 +49,7 @@ fn modify_bytes() -> [u8; 208] {
     object[0x28..0x2c].copy_from_slice(&[0xff, 0xfe, 0xff, 0xfd]);
     let queue = &mut object[0x40..];
     queue[..0x10].copy_from_slice(&[
-        0x00, 0x02, 0x00, 0x03, 0x41, 0x00, 0x00, 0x06, 0x00, 0x03, 0x01, 0x00, 0, 0, 0, 0,
+        0x00, 0x02, 0x00, 0x03, 0x40, 0x00, 0x00, 0x06, 0x00, 0x03, 0x01, 0x00, 0, 0, 0, 0,
     ]);
     queue[0x10..0x18].copy_from_slice(&[0, 0, 0, 0x01, 0x23, 0x45, 0x60, 0x00]);
     queue[0x18..0x20].copy_from_slice(&[0, 0, 0, 0x01, 0x23, 0x45, 0x80, 0x00]);
@@ -319,9 +319,10 @@ fn capabilities_of_virtqueues_are_found_at_their_bits() {
     assert_eq!(capabilities.offloads_features.get() & !0x1fff, offloads);
     assert_eq!(capabilities.features(), 1 << device_feature::CSUM);
     assert_eq!(capabilities.event_modes, 1 << virtq::event_mode::MSIX);
+    assert!(!capabilities.has_event_mode(virtq::event_mode::QP));
     assert_eq!(capabilities.queue_types, VirtioCapabilities::SPLIT);
-    assert_eq!(capabilities.log_stride(), 4);
-    assert_eq!(capabilities.log_bar_size(), 8);
+    // In units of 4 KiB, as `mlx5_ib_init_var_table` of Linux' infiniband/hw/mlx5/main.c counts.
+    assert_eq!(capabilities.doorbell_bytes(), 4096 << 8);
     assert_eq!(capabilities.doorbell_bar_offset.get(), 1 << 20);
     assert_eq!(capabilities.max_num_virtio_queues.get(), 64);
     let both = VirtioCapabilities::DESC_GROUP_MKEY | VirtioCapabilities::FREEZE_TO_RDY;

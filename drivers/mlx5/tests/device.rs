@@ -6,16 +6,17 @@ mod rig;
 
 use martlet_fault_plan::{FOR_EVER, FaultPlan, Rule};
 use martlet_mlx5::options::{Barrier, LinkNotifier, Options, Pace, Prepare, Umems};
-use martlet_mlx5::{DeviceState, Recoveries};
+use martlet_mlx5::{DeviceState, Mlx5Device, Recoveries};
 use martlet_mlx5_abi::{CommandStatus, Opcode};
-use martlet_mlx5_model::{Class, Fault, Latencies, ModelConfig, Point};
-use martlet_soft_bus::{SoftClock, Stage};
+use martlet_mlx5_model::{Class, Fault, Latencies, Model, ModelConfig, Point};
+use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use martlet_vdpa::virtio::net_config;
 use martlet_vdpa::{Iova, QueueIndex, VdpaDevice, VdpaError};
 use rig::Rig;
 use rig::guest::Guest;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -479,4 +480,19 @@ fn what_is_out_of_order_is_an_error_and_changes_nothing() {
     let counters = rig.device.counters();
     assert_eq!(counters.frames_sent, counters.frames_received);
     assert!(counters.frames_sent > 10 && counters.last_frame_ns.is_some());
+}
+
+/// Cards of which only queue pairs tell about used descriptors are refused with a name.
+#[test]
+fn a_card_without_the_msix_event_mode_is_refused() {
+    let stage = Stage::new(SoftClock::virtual_from(Instant(1_000_000)));
+    let bus = SoftBus::new(Addressing::Iommu);
+    // None and QP.
+    let config = ModelConfig { event_modes: 0b011, ..ModelConfig::default() };
+    let model = Model::new(config, Arc::clone(&bus) as _, stage.clock());
+    let seat = stage.seat(Arc::clone(&model) as _);
+    let opened = Mlx5Device::open(rig::platform(&model, &bus, &seat), Options::MARTLET);
+    let error = opened.unwrap_err().to_string();
+    assert!(error.contains("MSI-X event mode"), "{error}");
+    assert_eq!(bus.entries(), 0, "nothing is left on the bus");
 }

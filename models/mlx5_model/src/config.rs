@@ -3,6 +3,7 @@
 use crate::faults::Faults;
 use crate::latency::Latencies;
 use martlet_mlx5_abi::capability::device_feature;
+use martlet_mlx5_abi::virtq::event_mode;
 use std::time::Duration;
 
 /// A kind of device.
@@ -40,6 +41,9 @@ pub struct ModelConfig {
     pub mac: [u8; 6],
     /// The vport's MTU.
     pub mtu: u16,
+    /// How virtqueues may tell that they have used descriptors: a bit for each of
+    /// [`event_mode`](martlet_mlx5_abi::virtq::event_mode).
+    pub event_modes: u8,
     /// For what is random: garbage.
     pub seed: u64,
     /// How long commands take.
@@ -71,6 +75,7 @@ impl Default for ModelConfig {
             suppress_kicks: true,
             mac: [0x52, 0x54, 0x00, 0x6d, 0x6c, 0x78],
             mtu: 1500,
+            event_modes: 1 << event_mode::NONE | 1 << event_mode::MSIX,
             seed: 1,
             latencies: Latencies::zero(),
             faults: Faults::default(),

@@ -2,9 +2,7 @@
 
 use crate::config::ModelConfig;
 use crate::faults::Faults;
-use crate::firmware::{
-    self, Firmware, LOG_COMMAND_STRIDE, LOG_VIRTQ_DOORBELL_STRIDE, UARS_MAX, VIRTQ_DOORBELL_OFFSET,
-};
+use crate::firmware::{self, Firmware, LOG_COMMAND_STRIDE, UARS_MAX, VIRTQ_DOORBELL_OFFSET};
 use crate::nic::{Nic, NicConfig};
 use crate::num::{high32, low32};
 use crate::stats::Stats;
@@ -44,7 +42,6 @@ pub struct Model {
     next_due: AtomicU64,
     shape: CommandQueueShape,
     ready_at: Instant,
-    queues: u16,
 }
 
 impl Model {
@@ -60,7 +57,6 @@ impl Model {
         };
         let nic = Nic::new(nic_config, bus, Arc::clone(clock));
         let ready_at = clock.now().after(config.boot_time);
-        let queues = config.queues;
         let shape = CommandQueueShape {
             log_entries: config.log_command_entries,
             log_stride: LOG_COMMAND_STRIDE,
@@ -73,7 +69,6 @@ impl Model {
             next_due: AtomicU64::new(NOTHING_DUE),
             shape,
             ready_at,
-            queues,
         })
     }
 
@@ -206,20 +201,13 @@ impl Model {
         }
     }
 
-    fn queue_doorbells(&self) -> std::ops::Range<u64> {
-        let queues = u64::from(self.queues.next_power_of_two());
-        VIRTQ_DOORBELL_OFFSET..VIRTQ_DOORBELL_OFFSET + (queues << LOG_VIRTQ_DOORBELL_STRIDE)
-    }
-
     /// Bytes of BAR 0.
-    fn bar_bytes(&self) -> u64 {
-        self.queue_doorbells().end
-    }
+    const BAR_BYTES: u64 = VIRTQ_DOORBELL_OFFSET + UAR_PAGE_BYTES;
 }
 
 impl Registers for Model {
     fn read32(&self, offset: u64) -> u32 {
-        let outside = !offset.is_multiple_of(4) || offset >= self.bar_bytes();
+        let outside = !offset.is_multiple_of(4) || offset >= Model::BAR_BYTES;
         if self.nic.is_gone() || outside {
             return init_segment::GONE;
         }
@@ -230,13 +218,9 @@ impl Registers for Model {
         if self.nic.is_gone() || !offset.is_multiple_of(4) {
             return;
         }
-        let doorbells = self.queue_doorbells();
-        if doorbells.contains(&offset) {
-            let place = offset - doorbells.start;
+        if offset == VIRTQ_DOORBELL_OFFSET {
             // Virtio's own doorbells are little-endian (virtio 1.3, 4.1.5.2).
-            if place.is_multiple_of(1 << LOG_VIRTQ_DOORBELL_STRIDE) {
-                self.nic.kick(place >> LOG_VIRTQ_DOORBELL_STRIDE, value);
-            }
+            self.nic.kick(value);
         } else {
             self.write(offset, u32::from_be(value));
         }

@@ -17,8 +17,7 @@ const CONFIG_BYTES: usize = net_config::BYTES as usize;
 pub(super) struct Guest {
     registers: Arc<dyn Registers>,
     clock: Arc<dyn Waiter>,
-    doorbells: u64,
-    log_stride: u8,
+    doorbell: u64,
     queues: Vec<GuestQueue>,
     config: RwLock<[u8; CONFIG_BYTES]>,
     config_changed: RwLock<Option<Notify>>,
@@ -54,8 +53,7 @@ impl Guest {
         Arc::new(Guest {
             registers,
             clock,
-            doorbells: capabilities.doorbell_bar_offset.get(),
-            log_stride: capabilities.log_stride(),
+            doorbell: capabilities.doorbell_bar_offset.get(),
             queues: (0..queues).map(|_| GuestQueue::default()).collect(),
             config: RwLock::new(config),
             config_changed: RwLock::default(),
@@ -130,8 +128,7 @@ impl Guest {
     /// The queue's doorbell has its number as value (PRM, "Virtio emulation: doorbells").
     fn ring(&self, queue: usize) {
         if let Ok(number) = u32::try_from(queue) {
-            let offset = u64::from(number) << self.log_stride;
-            self.registers.write32(self.doorbells.wrapping_add(offset), number);
+            self.registers.write32(self.doorbell, number);
         }
     }
 

@@ -26,7 +26,9 @@ const FEATURES: [(u64, u16); 7] = [
 ];
 
 pub(super) fn identity(setup: &Setup, options: &Options) -> Identity {
-    let queues = setup.virtio.max_num_virtio_queues.get().min(QUEUES_MAX) & !1;
+    // A table names every receive queue.
+    let most = QUEUES_MAX.min(setup.general.rqt_entries_max().saturating_mul(2));
+    let queues = setup.virtio.max_num_virtio_queues.get().min(most) & !1;
     let queues = u16::try_from(queues).expect("below the limit");
     let suspend = setup.virtio.suspend_abilities & VirtioCapabilities::FREEZE_TO_RDY != 0;
     Identity {
@@ -67,5 +69,23 @@ pub(super) fn config_space(setup: &Setup, options: &Options, identity: &Identity
         mac: setup.mac.unwrap_or(options.mac),
         pairs: identity.queues / 2,
         mtu: setup.mtu.unwrap_or(MTU),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_mlx5_abi::U24;
+    use martlet_mlx5_abi::capability::GeneralCapabilities;
+    use zerocopy::FromZeros;
+
+    /// `log_max_rqt_size` is the low 5 bits of byte 0x72.
+    #[test]
+    fn there_are_as_many_pairs_as_a_table_has_entries() {
+        let general = GeneralCapabilities { log_max_rqt_size: 0xe3, ..FromZeros::new_zeroed() };
+        let mut virtio = VirtioCapabilities::new_zeroed();
+        virtio.max_num_virtio_queues = U24::new(256);
+        let setup = Setup { general, virtio, pd: 1, null_mkey: 2, mac: None, mtu: None };
+        assert_eq!(identity(&setup, &Options::MARTLET).queues, 16);
     }
 }

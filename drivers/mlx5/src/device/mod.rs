@@ -36,7 +36,7 @@ pub struct Platform {
     pub dma: Arc<dyn Dma>,
     /// Its clock and its interrupt.
     pub waiter: Arc<dyn Waiter>,
-    /// Interrupt vectors that go to the guest.
+    /// Interrupt vectors that go to the guest: MSI-X from 1 on, for 0 is the driver's own.
     pub vectors: Arc<dyn Vectors>,
 }
 

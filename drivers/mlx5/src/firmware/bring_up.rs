@@ -16,15 +16,17 @@ use martlet_mlx5_abi::init_segment::{
     GONE, INITIALIZING, INITIALIZING_BIT, INTERFACE_DISABLED,
 };
 use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
-use martlet_mlx5_abi::message::{ShortIn, ShortOut, object_type};
+use martlet_mlx5_abi::message::{InHeader, ShortIn, ShortOut, object_type};
 use martlet_mlx5_abi::setup::{
-    ISSI, PagesIn, QUERY_PAGES_BOOT, QUERY_PAGES_INIT, QueryNicVportContextOut, QueryPagesOut,
-    SetIssiIn, VportIn,
+    FRAME_OVERHEAD_BYTES, ISSI, InitHcaIn, PagesIn, QUERY_PAGES_BOOT, QUERY_PAGES_INIT,
+    QueryNicVportContextOut, QueryPagesOut, SetHcaCapIn, SetIssiIn, VportIn,
 };
+use martlet_mlx5_abi::virtq::event_mode;
 use martlet_mlx5_abi::{CommandStatus, Opcode, U16, U32};
 use martlet_units::Instant;
 use std::sync::Arc;
 use std::time::Duration;
+use zerocopy::{FromZeros, IntoBytes};
 
 /// Memory that the firmware may want for a part of a queue. Real devices want some hundred KiB.
 const UMEM_BYTES_MAX: u64 = 8 << 20;
@@ -129,8 +131,11 @@ impl Firmware {
         self.short(Opcode::ENABLE_HCA, 0, 0)?;
         self.set_issi()?;
         self.give_what_is_asked_for(QUERY_PAGES_BOOT)?;
+        self.set_capabilities()?;
         self.give_what_is_asked_for(QUERY_PAGES_INIT)?;
-        self.short(Opcode::INIT_HCA, 0, 0)?;
+        let mut input = InitHcaIn::new_zeroed();
+        input.header = InHeader::new(Opcode::INIT_HCA, 0);
+        self.setup_call(Request::new::<ShortOut>(Opcode::INIT_HCA, &input))?;
         Ok(())
     }
 
@@ -138,7 +143,7 @@ impl Firmware {
     /// one only (Linux `main.c`, `mlx5_core_set_issi`).
     fn set_issi(&self) -> Result<(), CommandError> {
         let input = SetIssiIn {
-            header: martlet_mlx5_abi::message::InHeader::new(Opcode::SET_ISSI, 0),
+            header: InHeader::new(Opcode::SET_ISSI, 0),
             reserved0: U16::new(0),
             issi: U16::new(ISSI),
             reserved1: U32::new(0),
@@ -147,6 +152,18 @@ impl Firmware {
             Err(CommandError::Status { status: CommandStatus::BAD_OPCODE, .. }) => Ok(()),
             other => other.map(|_| ()),
         }
+    }
+
+    /// Chooses the capabilities that are in force already: the firmware wants to be told (Linux
+    /// `main.c`, `set_hca_cap`).
+    fn set_capabilities(&self) -> Result<(), CommandError> {
+        let opcode = Opcode::SET_HCA_CAP;
+        let output = self.capabilities(kind::GENERAL)?;
+        let capabilities = output.bytes().get(size_of::<SetHcaCapIn>()..).unwrap_or_default();
+        let header = InHeader::new(opcode, kind::GENERAL << 1);
+        let head = SetHcaCapIn { header, reserved: [0; 8] };
+        let input = [head.as_bytes(), capabilities].concat();
+        self.setup_call(Request::new::<ShortOut>(opcode, &*input)).map(|_| ())
     }
 
     fn give_what_is_asked_for(&self, stage: u16) -> Result<(), CommandError> {
@@ -178,13 +195,16 @@ impl Firmware {
         if virtio.max_num_virtio_queues.get() < 2 {
             return Err(BringUpError::Lacks("pair of virtqueues"));
         }
+        if !virtio.has_event_mode(event_mode::MSIX) {
+            return Err(BringUpError::Lacks("interrupt vectors for virtqueues (MSI-X event mode)"));
+        }
         let umems = [virtio.umem_1, virtio.umem_2, virtio.umem_3];
         let size = self.options().queue_size_max;
         if umems.iter().any(|umem| umem.bytes_for(size) > UMEM_BYTES_MAX) {
             return Err(BringUpError::Lacks("virtqueues that take a reasonable amount of memory"));
         }
         let uar = self.short(Opcode::ALLOC_UAR, 0, 0)?.object.get();
-        self.create_event_queue(uar)?;
+        self.create_event_queue(uar, &general)?;
         let pd = self.short(Opcode::ALLOC_PD, 0, 0)?.object.get();
         let null_mkey = self.null_mkey()?;
         let vport = self.vport_context()?;
@@ -194,7 +214,7 @@ impl Firmware {
             pd,
             null_mkey,
             mac: vport.map(|vport| vport.mac).filter(|mac| *mac != [0; 6]),
-            mtu: vport.map(|vport| vport.mtu.get()).filter(|mtu| *mtu != 0),
+            mtu: vport.and_then(|vport| vport.mtu.get().checked_sub(FRAME_OVERHEAD_BYTES)),
         })
     }
 
@@ -204,9 +224,13 @@ impl Firmware {
         self.setup_call(Request::with_output(Opcode::QUERY_HCA_CAP, &input, out_bytes))
     }
 
-    fn create_event_queue(&self, uar: u32) -> Result<(), BringUpError> {
+    fn create_event_queue(
+        &self,
+        uar: u32,
+        general: &GeneralCapabilities,
+    ) -> Result<(), BringUpError> {
         let mut events = EventQueue::new(self.dma(), uar)?;
-        let input = events.create_input();
+        let input = events.create_input(general);
         let request = Request::new::<CreateEqOut>(Opcode::CREATE_EQ, &*input);
         let created: CreateEqOut = self.setup_call(request)?.read()?;
         events.set_number(created.eqn);

@@ -1,6 +1,7 @@
 //! The driver's side of an event queue.
 
 use martlet_device_io::{Dma, DmaBlock, DmaError, Registers};
+use martlet_mlx5_abi::capability::GeneralCapabilities;
 use martlet_mlx5_abi::event::{
     self, CreateEqIn, EVENT_BYTES, EventEntry, EventType, OWNER_INITIAL, OWNER_OFFSET,
 };
@@ -26,8 +27,6 @@ pub(super) struct News {
     pub(super) pages: Vec<(u16, i32)>,
     /// The link may have changed.
     pub(super) link: bool,
-    /// The device says that it has failed.
-    pub(super) failed: bool,
 }
 
 /// An event queue in this driver's memory.
@@ -51,20 +50,17 @@ impl EventQueue {
     }
 
     /// The input of the command that makes it known to the device.
-    pub(super) fn create_input(&self) -> Vec<u8> {
+    pub(super) fn create_input(&self, function: &GeneralCapabilities) -> Vec<u8> {
         let mut input = CreateEqIn::new_zeroed();
         input.header = InHeader::new(Opcode::CREATE_EQ, 0);
         input.context.log_size = LOG_ENTRIES;
         input.context.uar_page = U24::new(self.uar);
         input.context.log_page_size = LOG_PAGE_LESS_12;
-        let kinds = [
-            EventType::COMMAND,
-            EventType::PAGE_REQUEST,
-            EventType::PORT_CHANGE,
-            EventType::NIC_VPORT_CHANGE,
-            EventType::INTERNAL_ERROR,
-        ];
-        let mask = kinds.iter().fold(0, |mask, kind| mask | kind.mask());
+        let kinds = [EventType::COMMAND, EventType::PAGE_REQUEST, EventType::PORT_CHANGE];
+        // Who may not ask for a kind is refused the whole queue (Linux `eq.c`,
+        // `gather_async_events_mask`).
+        let vports = function.manages_vports().then_some(EventType::NIC_VPORT_CHANGE);
+        let mask = kinds.iter().chain(&vports).fold(0, |mask, kind| mask | kind.mask());
         input.event_bitmask[0] = U64::new(mask);
         let page = U64::new(self.ring.at().0);
         [input.as_bytes(), page.as_bytes()].concat()
@@ -116,7 +112,6 @@ impl News {
                 self.pages.push((function, entry.data1.get().cast_signed()));
             }
             EventType::PORT_CHANGE | EventType::NIC_VPORT_CHANGE => self.link = true,
-            EventType::INTERNAL_ERROR => self.failed = true,
             _ => {}
         }
     }
@@ -143,6 +138,20 @@ mod tests {
             0
         }
         fn write64(&self, _: u64, _: u64) {}
+    }
+
+    /// `gather_async_events_mask`: bits 0x0a, 0x0b and 9 for everybody, 0x0d for managers of vports.
+    #[test]
+    fn a_function_asks_for_the_events_that_it_may_have() {
+        let bus = SoftBus::new(Addressing::Iommu);
+        let queue = EventQueue::new(&*bus, 3).unwrap();
+        let mut function = GeneralCapabilities::new_zeroed();
+        for (manages, mask) in [(0, 0x0c00_u64 | 1 << 9), (0x80, 0x2c00 | 1 << 9)] {
+            function.vport_group_manager = manages;
+            let input = queue.create_input(&function);
+            let found = u64::from_be_bytes(input[0x58..0x60].try_into().unwrap());
+            assert_eq!(found, mask, "{found:#x}");
+        }
     }
 
     #[test]

@@ -32,7 +32,8 @@ const PAGE: usize = 4096;
 /// The pages of a function, and what is going on about them.
 #[derive(Debug, Default)]
 pub(super) struct PageKeeper {
-    pages: BTreeMap<u64, DmaBlock>,
+    /// By address, with the function that has it.
+    pages: BTreeMap<u64, (u16, DmaBlock)>,
     requests: VecDeque<(u16, i32)>,
     current: Option<Current>,
 }
@@ -46,7 +47,7 @@ struct Current {
 #[derive(Debug)]
 enum What {
     /// These pages were given.
-    Give(Vec<DmaBlock>),
+    Give(u16, Vec<DmaBlock>),
     /// Pages were taken back.
     Take,
     /// The firmware was told that it gets none.
@@ -66,9 +67,13 @@ impl PageKeeper {
         self.requests.is_empty() && self.current.is_none()
     }
 
-    /// How many pages the firmware has.
-    pub(super) fn held(&self) -> usize {
-        self.pages.len()
+    /// Asks for all pages back, of each function that has some (PRM, MANAGE_PAGES: `function_id`).
+    pub(super) fn take_all(&mut self) {
+        let mut held: BTreeMap<u16, i32> = BTreeMap::new();
+        for (function, _) in self.pages.values() {
+            *held.entry(*function).or_default() += 1;
+        }
+        held.into_iter().for_each(|(function, pages)| self.request(function, -pages));
     }
 
     /// Collects the command that is out, and issues the next one.
@@ -120,7 +125,7 @@ impl PageKeeper {
                     bytes.extend(page.at().0.to_be_bytes());
                 }
                 let request = Request::with_output(Opcode::MANAGE_PAGES, &*bytes, 16);
-                (request, What::Give(pages), wanted - part)
+                (request, What::Give(function, pages), wanted - part)
             }
             None => {
                 let op_mod = MANAGE_PAGES_CANNOT_GIVE;
@@ -141,8 +146,8 @@ impl PageKeeper {
     fn ended(&mut self, what: What, output: Option<&Output>) {
         match (what, output) {
             // Whether a command that failed has given them is not known: they are kept.
-            (What::Give(pages), _) => {
-                self.pages.extend(pages.into_iter().map(|page| (page.at().0, page)));
+            (What::Give(function, pages), _) => {
+                self.pages.extend(pages.into_iter().map(|page| (page.at().0, (function, page))));
             }
             (What::Take, Some(output)) => self.taken(output),
             (What::Take, None) | (What::Refuse, _) => {}

@@ -224,7 +224,6 @@ impl Firmware {
 
     /// Events, owner bits, deadlines.
     fn take_in(&self, now: Instant, state: &mut State) {
-        let mut failed = false;
         if let Some(events) = &mut state.events {
             let news = events.drain(&*self.registers);
             state.queue.on_completion(now, news.commands);
@@ -234,13 +233,12 @@ impl Firmware {
             if news.link {
                 self.link_events.fetch_add(1, Ordering::AcqRel);
             }
-            failed = news.failed;
         } else {
             state.queue.on_poll(now);
         }
         let before = state.queue.end();
         let overdue = state.queue.on_timeout(now);
-        if (overdue || failed) && before != Some(End::Gone) && self.looks_gone() {
+        if overdue && before != Some(End::Gone) && self.looks_gone() {
             tracing::warn!("an mlx5 device does not answer any more: it is gone");
             state.queue.on_end(now, End::Gone);
         } else if before.is_none() && state.queue.end().is_some() {
@@ -269,6 +267,10 @@ impl Firmware {
     /// Gives the firmware pages, and waits until it has them.
     pub(super) fn give_pages(&self, function: u16, pages: i32) {
         self.lock().pages.request(function, pages);
+        self.manage_pages();
+    }
+
+    fn manage_pages(&self) {
         while self.end().is_none() && !self.lock().pages.is_idle() {
             let (_, until) = self.step(None);
             self.wait_until(until);
@@ -277,8 +279,8 @@ impl Firmware {
 
     /// Takes all pages back.
     pub(super) fn take_all_pages(&self) {
-        let held = i32::try_from(self.lock().pages.held()).unwrap_or(i32::MAX);
-        self.give_pages(0, -held);
+        self.lock().pages.take_all();
+        self.manage_pages();
     }
 }
 

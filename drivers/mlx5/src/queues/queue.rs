@@ -211,12 +211,12 @@ pub(crate) fn create_request(
     match index.checked_rem(common.vectors) {
         Some(vector) => {
             queue.event_mode = event_mode::MSIX;
-            queue.event_qpn_or_msix = U24::new(u32::from(vector));
+            // MSI-X vector 0 is the event queue's.
+            queue.event_qpn_or_msix = U24::new(u32::from(vector) + 1);
         }
         None => queue.event_mode = event_mode::NONE,
     }
     queue.queue_index = U16::new(index);
-    queue.doorbell_stride_index = U16::new(index);
     queue.queue_size = U16::new(size);
     queue.umem = umem.refs();
     queue.counter_set_id = U32::new(counters.unwrap_or(0));
@@ -253,5 +253,36 @@ impl Place {
             device: config.device.0,
             key,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Input;
+    use crate::options::Umems;
+    use crate::queues::umem::UmemPlan;
+    use martlet_mlx5_abi::capability::VirtioCapabilities;
+    use martlet_soft_bus::{Addressing, SoftBus};
+
+    /// Offsets typed from `mlx5_ifc_virtio_q_bits`, in the object from byte 0x10 of the input, there
+    /// from byte 0x40.
+    #[test]
+    fn a_queue_is_made_as_documented() {
+        let bus = SoftBus::new(Addressing::Iommu);
+        let capabilities = VirtioCapabilities::new_zeroed();
+        let plan = UmemPlan::new(&*bus, &capabilities, Umems::Shared, &[256]).unwrap();
+        let umem = plan.pieces(&[7], &Default::default());
+        let place = Place { descriptors: 0x1000, driver: 0x2000, device: 0x3000, key: 0x500 };
+        let fields = Fields { place, features: 0, at: Some(QueueState::default()), log: None };
+        let common = Common { pd: 0x105, vectors: 4 };
+        let request = create_request(6, 256, &fields, &common, &umem[0], None);
+        let Input::Bytes(input) = request.input else { unreachable!("it is short") };
+        let queue = &input[0x50..];
+        // Split; MSI-X mode; number 6; virtio 1.0 and offload type ETH_FRAME, which is 0; vector 3,
+        // behind the event queue's vector 0.
+        assert_eq!(queue[..8], [0, 2, 0, 6, 0x40, 0, 0, 3]);
+        // No doorbell of its own; its size.
+        assert_eq!(queue[8..12], [0, 0, 1, 0]);
     }
 }

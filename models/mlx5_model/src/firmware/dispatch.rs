@@ -21,6 +21,7 @@ fn is_setup(opcode: Opcode) -> bool {
             | Opcode::INIT_HCA
             | Opcode::TEARDOWN_HCA
             | Opcode::QUERY_HCA_CAP
+            | Opcode::SET_HCA_CAP
             | Opcode::SET_ISSI
             | Opcode::QUERY_PAGES
             | Opcode::MANAGE_PAGES
@@ -41,7 +42,8 @@ impl Firmware {
         match opcode {
             Opcode::ENABLE_HCA => self.enable(),
             Opcode::DISABLE_HCA => self.disable(),
-            Opcode::INIT_HCA => self.init(),
+            Opcode::INIT_HCA => self.init(&input),
+            Opcode::SET_HCA_CAP => self.set_capabilities(&input),
             Opcode::TEARDOWN_HCA => self.teardown(),
             Opcode::QUERY_HCA_CAP => self.query_capabilities(&input),
             Opcode::SET_ISSI => self.set_issi(&input),

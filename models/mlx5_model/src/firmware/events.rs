@@ -58,6 +58,12 @@ impl EventQueues {
         if !uar_exists(context.uar_page.get()) {
             return Err(refuse(CommandStatus::BAD_RESOURCE, 0x0301_0002));
         }
+        // This function manages no vports (`vport_group_manager`).
+        let allowed = [EventType::COMMAND, EventType::PAGE_REQUEST, EventType::PORT_CHANGE];
+        let allowed = allowed.iter().fold(0, |mask, kind| mask | kind.mask());
+        if create.event_bitmask[0].get() & !allowed != 0 {
+            return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0301_0006));
+        }
         let bytes = crate::num::to_u64(EVENT_BYTES) << log_size;
         let pages = input.long_words(size_of::<CreateEqIn>(), bytes.div_ceil(1 << log_page));
         let pages = pages.ok_or(refuse(CommandStatus::BAD_INPUT_LENGTH, 0x0301_0003))?;

@@ -35,9 +35,7 @@ use std::time::Duration;
 use transport::{Delivered, ReplyTo};
 use virtq::Virtq;
 
-pub(crate) use setup::LOG_DOORBELL_STRIDE as LOG_VIRTQ_DOORBELL_STRIDE;
-
-/// Where in BAR 0 the virtqueues' doorbells begin.
+/// Where in BAR 0 the virtqueues' doorbell is.
 pub(crate) const VIRTQ_DOORBELL_OFFSET: u64 = 1 << 20;
 
 /// Pages of doorbells that can be had.
@@ -103,6 +101,7 @@ pub(crate) struct Firmware {
     nic: Arc<Nic>,
     function: Function,
     issi: u16,
+    capabilities_set: bool,
     /// The page of command entries, and the high half of a new one.
     queue: Option<u64>,
     queue_high: u32,
@@ -143,6 +142,7 @@ impl Firmware {
             nic,
             function: Function::Off,
             issi: 0,
+            capabilities_set: false,
             queue: None,
             queue_high: 0,
             slots,
@@ -448,6 +448,7 @@ impl Firmware {
         self.tables.clear();
         self.table_sizes.clear();
         self.issi = 0;
+        self.capabilities_set = false;
     }
 
     /// A number for a new object: used again only when all others were, and never while it is in

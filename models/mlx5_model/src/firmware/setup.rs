@@ -12,15 +12,19 @@ use martlet_mlx5_abi::event::EventType;
 use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
 use martlet_mlx5_abi::message::{InHeader, object_type};
 use martlet_mlx5_abi::setup::{
-    FIRMWARE_PAGE_BYTES, MANAGE_PAGES_CANNOT_GIVE, MANAGE_PAGES_GIVE, MANAGE_PAGES_TAKE,
-    ManagePagesOut, PagesIn, QUERY_PAGES_BOOT, QUERY_PAGES_INIT, QueryNicVportContextOut,
-    QueryPagesOut, QueryVportStateOut, SetIssiIn, VPORT_DOWN, VPORT_UP,
+    FIRMWARE_PAGE_BYTES, FRAME_OVERHEAD_BYTES, InitHcaIn, MANAGE_PAGES_CANNOT_GIVE,
+    MANAGE_PAGES_GIVE, MANAGE_PAGES_TAKE, ManagePagesOut, PagesIn, QUERY_PAGES_BOOT,
+    QUERY_PAGES_INIT, QueryNicVportContextOut, QueryPagesOut, QueryVportStateOut, SetHcaCapIn,
+    SetIssiIn, VPORT_DOWN, VPORT_UP,
 };
 use martlet_mlx5_abi::{CommandStatus, U16, U24, U32, U64};
 use zerocopy::IntoBytes;
 
-/// log2 of the bytes from one virtqueue's doorbell to the next.
-pub(crate) const LOG_DOORBELL_STRIDE: u8 = 12;
+/// log2 of a user's part of the doorbells: a page.
+const LOG_DOORBELL_STRIDE: u8 = 12;
+
+/// log2 of the longest receive queue table.
+pub(super) const LOG_RQT_MAX: u8 = 11;
 
 /// Pages that the firmware takes: 4 GiB.
 const PAGES_MAX: usize = 1 << 20;
@@ -40,7 +44,24 @@ impl Firmware {
         done()
     }
 
-    pub(super) fn init(&mut self) -> Answer {
+    /// Takes the capabilities as they are: none can be chosen here.
+    pub(super) fn set_capabilities(&mut self, input: &Input) -> Answer {
+        let _: SetHcaCapIn = parse(&input.head)?;
+        if input.length != QUERY_HCA_CAP_OUT_BYTES {
+            return Err(refuse(CommandStatus::BAD_INPUT_LENGTH, 0x0109_0001));
+        }
+        if self.function != Function::Enabled {
+            return Err(refuse(CommandStatus::BAD_SYSTEM_STATE, 0x0109_0002));
+        }
+        self.capabilities_set = true;
+        done()
+    }
+
+    pub(super) fn init(&mut self, input: &Input) -> Answer {
+        let _: InitHcaIn = parse(&input.head)?;
+        if !self.capabilities_set {
+            return Err(refuse(CommandStatus::BAD_SYSTEM_STATE, 0x0102_0002));
+        }
         if self.function != Function::Enabled || self.pages_wanted() > 0 {
             return Err(refuse(CommandStatus::BAD_SYSTEM_STATE, 0x0102_0001));
         }
@@ -193,7 +214,7 @@ impl Firmware {
 
     pub(super) fn query_vport_context(&self) -> Answer {
         let mut out: QueryNicVportContextOut = zeroed();
-        out.mtu = U16::new(self.config.mtu);
+        out.mtu = U16::new(self.config.mtu + FRAME_OVERHEAD_BYTES);
         out.mac = self.config.mac;
         bytes(&out)
     }
@@ -226,6 +247,7 @@ impl Firmware {
             GeneralCapabilities::NULL_MKEY | (self.config.log_klm_list_max & 0x3f);
         caps.umem_uid_0 = GeneralCapabilities::UMEM_UID_0;
         caps.log_page_size = 12;
+        caps.log_max_rqt_size = LOG_RQT_MAX;
         let types = (1 << object_type::VIRTIO_NET_Q) | (1 << object_type::VIRTIO_Q_COUNTERS);
         caps.general_object_types = U64::new(types);
         caps.log_max_umem = super::LOG_UMEMS_MAX;
@@ -236,13 +258,12 @@ impl Firmware {
         let offloads = VirtioCapabilities::ETH_FRAME | VirtioCapabilities::VIRTIO_1_0;
         caps.offloads_features = U16::new(offloads | (self.config.features & 0x1fff));
         // A bit for each event mode: none and MSI-X.
-        caps.event_modes = (1 << 0) | (1 << 2);
+        caps.event_modes = self.config.event_modes;
         caps.queue_types = VirtioCapabilities::SPLIT;
         caps.log_doorbell_stride = LOG_DOORBELL_STRIDE;
         let queues = u32::from(self.config.queues);
-        // Everything may be modified in INIT and SUSPEND.
-        let size = LOG_DOORBELL_STRIDE + log2_floor(queues.next_power_of_two());
-        caps.log_doorbell_bar_size = 0xe0 | size;
+        // Everything may be modified in INIT and SUSPEND. One page of doorbells.
+        caps.log_doorbell_bar_size = 0xe0;
         caps.doorbell_bar_offset = U64::new(VIRTQ_DOORBELL_OFFSET);
         caps.max_num_virtio_queues = U24::new(queues);
         let resume = if self.config.resumable { VirtioCapabilities::FREEZE_TO_RDY } else { 0 };

@@ -11,7 +11,7 @@ use martlet_mlx5_abi::{CommandStatus, U32, U64};
 use zerocopy::FromZeros;
 
 /// The longest receive queue table.
-const TABLE_MAX: u16 = 2048;
+const TABLE_MAX: u16 = 1 << super::setup::LOG_RQT_MAX;
 
 impl Firmware {
     pub(super) fn create_table(&mut self, input: &Input) -> Answer {

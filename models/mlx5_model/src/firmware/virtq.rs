@@ -59,8 +59,7 @@ impl Firmware {
         let mut work = Work::new(ring, offloads(object.features()), vector(virtio));
         work.ring.view.set_log(log_place(&object));
         let queue = Arc::new(Queue::new(number, index, work));
-        let doorbell = virtio.doorbell_stride_index.get();
-        if !self.nic.add_queue(Arc::clone(&queue), doorbell) {
+        if !self.nic.add_queue(Arc::clone(&queue)) {
             return Err(refuse(CommandStatus::BAD_INDEX, 0x0a00_0001));
         }
         self.use_domain(virtio.pd.get(), true);
@@ -78,10 +77,16 @@ impl Firmware {
         if !size.is_power_of_two() || size > self.config.queue_size_max {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a00_0003));
         }
+        // With full emulation only is there a doorbell for each.
+        if virtio.doorbell_stride_index.get() != 0 {
+            return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a00_0009));
+        }
         if object.state() != VirtqState::INIT || virtio.flags & 0xf != VirtioQueue::ETH_FRAME {
             return Err(refuse(CommandStatus::BAD_PARAMETER, 0x0a00_0004));
         }
-        let has_vector = virtio.event_qpn_or_msix.get() < u32::from(self.config.queues);
+        // Vector 0 is the driver's own.
+        let vectors = 1..=u32::from(self.config.queues);
+        let has_vector = vectors.contains(&virtio.event_qpn_or_msix.get());
         let tells = match virtio.event_mode & 7 {
             event_mode::NONE => true,
             event_mode::MSIX => has_vector,
@@ -317,7 +322,8 @@ fn offloads(features: u16) -> Offloads {
 }
 
 fn vector(virtio: &VirtioQueue) -> Option<u16> {
-    let vector = u16::try_from(virtio.event_qpn_or_msix.get()).ok();
+    let vector = virtio.event_qpn_or_msix.get().checked_sub(1);
+    let vector = vector.and_then(|vector| u16::try_from(vector).ok());
     vector.filter(|_| virtio.event_mode & 7 == event_mode::MSIX)
 }
 

@@ -27,9 +27,6 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLo
 use steering::Steering;
 use view::Reach;
 
-/// No queue rings this doorbell.
-const NO_DOORBELL: u32 = u32::MAX;
-
 /// How the data path behaves.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NicConfig {
@@ -46,8 +43,8 @@ pub(crate) struct Nic {
     keys: RwLock<Keys>,
     queues: RwLock<Vec<Option<Arc<Queue>>>>,
     steering: RwLock<Steering>,
-    /// Which stride each queue's doorbell is at.
-    doorbells: Vec<AtomicU32>,
+    /// Which queues exist, for their doorbell.
+    listens: Vec<AtomicBool>,
     /// Queues to be looked at.
     pending: Bits,
     /// Transmit queues whose frames find no receive buffer at the moment.
@@ -78,7 +75,7 @@ impl Nic {
             keys: RwLock::new(Keys::new(config.keys)),
             queues: RwLock::new((0..config.queues).map(|_| None).collect()),
             steering: RwLock::default(),
-            doorbells: (0..config.queues).map(|_| AtomicU32::new(NO_DOORBELL)).collect(),
+            listens: (0..config.queues).map(|_| AtomicBool::new(false)).collect(),
             pending: Bits::new(config.queues),
             blocked: Bits::new(config.queues),
             hot: Bits::new(config.queues),
@@ -132,12 +129,12 @@ impl Nic {
     }
 
     /// Puts a queue to its index; false if there is one, or no such index.
-    pub(crate) fn add_queue(&self, queue: Arc<Queue>, doorbell: u16) -> bool {
+    pub(crate) fn add_queue(&self, queue: Arc<Queue>) -> bool {
         let index = usize::from(queue.index);
         let mut queues = self.queues.write().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = queues.get_mut(index).filter(|slot| slot.is_none()) else { return false };
-        if let Some(place) = self.doorbells.get(index) {
-            place.store(u32::from(doorbell), Ordering::Relaxed);
+        if let Some(listens) = self.listens.get(index) {
+            listens.store(true, Ordering::Relaxed);
         }
         *slot = Some(queue);
         true
@@ -148,8 +145,8 @@ impl Nic {
         let mut queues = self.queues.write().unwrap_or_else(PoisonError::into_inner);
         let queue = queues.get_mut(usize::from(index)).and_then(Option::take);
         drop(queues);
-        if let Some(place) = self.doorbells.get(usize::from(index)) {
-            place.store(NO_DOORBELL, Ordering::Relaxed);
+        if let Some(listens) = self.listens.get(usize::from(index)) {
+            listens.store(false, Ordering::Relaxed);
         }
         if let Some(queue) = queue {
             let mut work = queue.lock();
@@ -196,12 +193,12 @@ impl Nic {
         stats::add(if access { &counters.access_errors } else { &counters.ring_errors }, 1);
     }
 
-    /// The doorbell at `stride` rang with this value. Never blocks.
-    pub(crate) fn kick(&self, stride: u64, value: u32) {
+    /// The doorbell rang with this value. Never blocks.
+    pub(crate) fn kick(&self, value: u32) {
         let index = crate::num::low16(value);
-        let place = self.doorbells.get(usize::from(index));
-        let placed = place.is_some_and(|at| u64::from(at.load(Ordering::Relaxed)) == stride);
-        if !placed || self.is_gone() {
+        let queue = self.listens.get(usize::from(index));
+        let listens = queue.is_some_and(|listens| listens.load(Ordering::Relaxed));
+        if !listens || self.is_gone() {
             return;
         }
         stats::add(&self.counters.kicks, 1);
@@ -273,7 +270,7 @@ impl Nic {
 
     /// Forgets queues, keys and tables; as after a reset of the function.
     pub(crate) fn reset(&self) {
-        let limit = u16::try_from(self.doorbells.len()).unwrap_or(u16::MAX);
+        let limit = u16::try_from(self.listens.len()).unwrap_or(u16::MAX);
         (0..limit).for_each(|index| self.remove_queue(index));
         *self.steering.write().unwrap_or_else(PoisonError::into_inner) = Steering::default();
         let old = self.keys_mut().clear();

@@ -123,6 +123,20 @@ impl Host {
         host
     }
 
+    /// SET_HCA_CAP of general capabilities: 16 bytes, and the 4096 that a query gives.
+    pub fn set_capabilities(&mut self) -> Reply {
+        let mut input = InHeader::new(Opcode::SET_HCA_CAP, 0).as_bytes().to_vec();
+        input.resize(0x1010, 0);
+        self.run(&input, 16)
+    }
+
+    /// INIT_HCA: 32 bytes.
+    pub fn init(&mut self) -> Reply {
+        let mut input = InHeader::new(Opcode::INIT_HCA, 0).as_bytes().to_vec();
+        input.resize(32, 0);
+        self.run(&input, 16)
+    }
+
     pub fn bring_up(&mut self) {
         self.write_queue_address();
         self.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
@@ -133,7 +147,8 @@ impl Host {
         let query = PagesIn::new(Opcode::QUERY_PAGES, QUERY_PAGES_INIT, 0, 0);
         let wanted: QueryPagesOut = self.run(query.as_bytes(), 16).parse();
         self.give_pages(wanted.pages.get()).ok();
-        self.short(Opcode::INIT_HCA, 0).ok();
+        self.set_capabilities().ok();
+        self.init().ok();
         let uar: ShortOut = self.short(Opcode::ALLOC_UAR, 0).parse();
         self.uar = uar.object.get();
         let domain: ShortOut = self.short(Opcode::ALLOC_PD, 0).parse();

@@ -105,7 +105,7 @@ impl Host {
         queue.event_mode = event_mode::MSIX;
         queue.queue_index = U16::new(spec.index);
         queue.flags = VirtioQueue::VIRTIO_1_0 | VirtioQueue::ETH_FRAME;
-        queue.event_qpn_or_msix = U24::new(u32::from(spec.index));
+        queue.event_qpn_or_msix = U24::new(u32::from(spec.index) + 1);
         queue.queue_size = U16::new(spec.size);
         queue.desc_addr = U64::new(spec.descriptors);
         queue.used_addr = U64::new(spec.device);
