@@ -250,7 +250,7 @@ impl Listen for MachineListen {
         let factory: Arc<dyn DestinationFactory> = Arc::clone(&self.factory) as _;
         let rdma = settle_rdma(&self.options.rdma, address)?;
         let options = ReceiveOptions { rdma, ..self.options };
-        let receiver = Receiver::start_with(address, factory, options)?;
+        let receiver = Receiver::start(address, factory, options)?;
         Ok(Arc::new(EngineIncoming { receiver, factory: Arc::clone(&self.factory) }))
     }
 }

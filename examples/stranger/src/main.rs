@@ -103,7 +103,8 @@ fn receive(to: &mut impl Write) -> Result<Arc<Vm>, Fail> {
     let build = |request: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
         Ok(Vm::build(request).map_err(when("build the VM"))?)
     };
-    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse()?, Arc::new(build))?;
+    let receiver =
+        Receiver::start(&"tcp:127.0.0.1:0".parse()?, Arc::new(build), Default::default())?;
     writeln!(to, "{}", receiver.address())?;
     match receiver.wait(WAIT_MAX) {
         ReceiveStatus::Arrived => receiver.stop(),

@@ -80,7 +80,10 @@ pub(crate) fn observed(observer: Option<&dyn GuestObserver>) -> Option<Vec<u8>> 
 /// until it is ready: when the waker of its `begin_` was woken, and else from time to time.
 pub trait SourceVmm: Send + Sync {
     /// What a destination must build, opaque to the engine and checked by the destination's VMM.
-    fn machine_description(&self) -> Vec<u8>;
+    /// Beside the layout of its memory, which is told anyway.
+    fn machine_description(&self) -> Vec<u8> {
+        Vec::new()
+    }
 
     /// The guest's memory.
     fn ram(&self) -> Arc<GuestRam>;

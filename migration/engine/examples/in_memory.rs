@@ -37,17 +37,13 @@ impl Vmm {
             }
         }));
     }
-    fn stop(&self) -> Vec<u8> {
+    fn stop(&self) {
         self.guest.is_running.store(false, SeqCst);
         self.guest.vcpu.lock().unwrap().take().map(JoinHandle::join);
-        self.guest.register.load(SeqCst).to_le_bytes().to_vec()
     }
 }
 
 impl SourceVmm for Vmm {
-    fn machine_description(&self) -> Vec<u8> {
-        b"one vCPU that counts".to_vec()
-    }
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(self.memory.ram())
     }
@@ -62,7 +58,7 @@ impl SourceVmm for Vmm {
         Poll::Ready(Ok(Paused { permit, was: RunState::Running }))
     }
     fn poll_state(&self) -> Poll<Result<Vec<u8>, Error>> {
-        Poll::Ready(Ok(self.stop()))
+        Poll::Ready(Ok(self.guest.register.load(SeqCst).to_le_bytes().to_vec()))
     }
     fn resume(&self, paused: Option<Paused>) {
         if let Some(Paused { permit, .. }) = paused {
@@ -92,12 +88,12 @@ fn main() {
     let factory = |request: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
         Ok(Arc::new(Vmm::new(request.layout)?))
     };
-    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), Arc::new(factory)).unwrap();
-
+    let here = "tcp:127.0.0.1:0".parse().unwrap();
+    let receiver = Receiver::start(&here, Arc::new(factory), Default::default()).unwrap();
     let vmm = Vmm::new(&[PageRange::try_new(Gfn(0), PageCount(64)).unwrap()]).unwrap();
     vmm.start(RunPermit::for_new_guest(), RunState::Running);
     let options = MigrateOptions { verify: true, ..Default::default() };
-    let migration = Migration::start(Arc::new(vmm), &receiver.address(), options).unwrap();
-    let report = migration.wait(Duration::from_secs(60)).expect("it ends");
+    let moving = Migration::start(Arc::new(vmm), &receiver.address(), options).unwrap();
+    let report = moving.wait(Duration::from_secs(60)).unwrap();
     assert_eq!((report.outcome, report.transfer.memory_equal), (Outcome::Completed, Some(true)));
 }

@@ -72,7 +72,7 @@ pub use martlet_ram::{
     PageBitmap, RamBitmap, RamError, RamRegion, RegionFile, RegionIndex, TrackError, Tracker,
     ZeroCheck, ZeroFinder, ZeroFinders,
 };
-pub use martlet_transport::{Address, ParseAddressError, monotonic_now};
+pub use martlet_transport::{Address, ParseAddressError};
 pub use martlet_units::{
     ByteCount, BytesPerSec, ClockOffset, Gfn, Gpa, Instant, PAGE_SIZE, PageCount, PageRange,
 };
@@ -107,4 +107,4 @@ pub use martlet_core::{
     RdmaUse, Rehearsal, Report, RunState, Side, SourceVmm, Span, Status, Switchover, Transfer,
 };
 pub use rdma::{Provider, RdmaAccept, RdmaOptions};
-pub use source::{MigrateOptions, Migration, Then, Within};
+pub use source::{MigrateOptions, Migration, Subscription, Then, Within};

@@ -41,7 +41,8 @@ fn migrate(faults: Faults) -> (Report, Counters) {
     let (finders, model) = device(faults);
     let factory = Arc::new(FakeFactory::default());
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     let source = FakeVmm::booted();
     source.await_writes(1000);
     let options = MigrateOptions {

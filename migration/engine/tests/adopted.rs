@@ -135,10 +135,6 @@ impl Drop for Vmm {
 }
 
 impl SourceVmm for Vmm {
-    fn machine_description(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(self.devices.marker.ram())
     }
@@ -221,7 +217,7 @@ fn move_to(
         Ok(Vmm::new(kind, is_broken))
     };
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::new(factory)).unwrap();
+    let receiver = Receiver::start(&listen, Arc::new(factory), Default::default()).unwrap();
     let options = MigrateOptions { verify, ..MigrateOptions::default() };
     let migration = Migration::start(source, &receiver.address(), options).unwrap();
     let report = migration.wait(LIMIT).unwrap();

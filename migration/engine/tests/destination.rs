@@ -17,7 +17,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn receiver() -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     (receiver, factory)
 }
 

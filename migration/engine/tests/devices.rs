@@ -18,7 +18,8 @@ fn scene() -> (Arc<FakeVmm>, Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     factory.plug.store(true, Ordering::SeqCst);
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     let source = FakeVmm::booted();
     source.plug(false);
     source.await_writes(100);

@@ -32,8 +32,7 @@ fn receiver(way: &str) -> (Receiver, Arc<FakeFactory>) {
     let listen: Address = way.parse().unwrap();
     let rdma = RdmaAccept { provider: Provider::Soft, ..RdmaAccept::default() };
     let options = ReceiveOptions { rdma, ..ReceiveOptions::default() };
-    let receiver =
-        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
+    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
     (receiver, factory)
 }
 

@@ -22,7 +22,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 fn receiver() -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     (receiver, factory)
 }
 
@@ -365,4 +366,20 @@ fn a_rehearsal_is_no_duty() {
     vmm.rehearses_not.store(true, Ordering::SeqCst);
     let report = migrate(&vmm, &receiver, MigrateOptions::default());
     assert_eq!((report.outcome, line(&report)), (Outcome::Completed, None));
+}
+
+#[test]
+fn who_has_subscribed_hears_of_the_end() {
+    let (receiver, _) = receiver();
+    let vmm = FakeVmm::booted();
+    let options = MigrateOptions::default();
+    let migration =
+        Migration::start(Arc::<FakeVmm>::clone(&vmm), &receiver.address(), options).unwrap();
+    let news = migration.subscribe().unwrap();
+    let mut last = news.next(Duration::ZERO).expect("how it stands");
+    while !last.status.is_final() {
+        last = news.next(LIMIT).expect("there is always something new");
+    }
+    assert_eq!(last.status, Status::Completed);
+    assert!(migration.wait(Duration::ZERO).is_some(), "the report is there, too");
 }

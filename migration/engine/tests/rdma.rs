@@ -22,10 +22,9 @@ const TEST_MAX: Duration = Duration::from_secs(60);
 fn receiver(queues_max: u16) -> (Receiver, Arc<FakeFactory>) {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = "rdma:127.0.0.1:0".parse().unwrap();
-    let rdma = RdmaAccept { provider: Provider::Soft, queues_max, ..RdmaAccept::default() };
+    let rdma = RdmaAccept { provider: Provider::Soft, queues_max };
     let options = ReceiveOptions { rdma, ..ReceiveOptions::default() };
-    let receiver =
-        Receiver::start_with(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
+    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), options).unwrap();
     (receiver, factory)
 }
 
@@ -209,7 +208,8 @@ fn a_lying_peer_ends_the_attempt_or_rdma_and_harms_no_guest() {
 fn a_destination_without_rdma_refuses_it_in_one_line() {
     let factory = Arc::new(FakeFactory::default());
     let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     let Address::Tcp { host, port } = receiver.address() else { unreachable!() };
     let source = FakeVmm::booted();
     let report = migrate_to(&source, &Address::Rdma { host, port }, rdma(small()));

@@ -182,7 +182,8 @@ fn busy_scene(then: Then, downtime_limit: Duration) -> Scene {
 fn scene_of(source: Arc<FakeVmm>, from: Kind, then: Then, options: MigrateOptions) -> Scene {
     let factory = Arc::new(FakeFactory::default());
     let listen = "tcp:127.0.0.1:0".parse().unwrap();
-    let receiver = Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory)).unwrap();
+    let receiver =
+        Receiver::start(&listen, Arc::<FakeFactory>::clone(&factory), Default::default()).unwrap();
     let (way, to) = Way::start(&receiver.address(), from, then);
     if from == Kind::ALIVE {
         *source.at_stop.lock().unwrap() = Some(Arc::clone(&way.begun));

@@ -126,7 +126,8 @@ struct Undecided {
 /// A guest whose migration broke at the commit.
 fn undecided(commit: Commit) -> Undecided {
     let factory = Arc::new(FakeFactory::default());
-    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory).unwrap();
+    let receiver =
+        Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory, Default::default()).unwrap();
     let (proxy, to) = Proxy::start(&receiver.address(), commit);
     let source = FakeVmm::booted();
     let vmm = Arc::<FakeVmm>::clone(&source);
@@ -202,7 +203,8 @@ fn a_guest_whose_destination_is_gone_is_taken_back_or_given_up_by_its_operator()
 #[test]
 fn a_commit_that_did_not_get_away_is_not_sent_once_the_guest_is_taken_back() {
     let factory = Arc::new(FakeFactory::default());
-    let receiver = Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory).unwrap();
+    let receiver =
+        Receiver::start(&"tcp:127.0.0.1:0".parse().unwrap(), factory, Default::default()).unwrap();
     let ((go_on, held), (seen, kinds)) = (mpsc::channel(), mpsc::channel());
     let ends = Mutex::new(Some((held, seen)));
     let to = relay::start(&receiver.address(), move |caller| {

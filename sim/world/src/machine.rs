@@ -315,10 +315,6 @@ impl Drop for VcpuLog {
 }
 
 impl SourceVmm for Machine {
-    fn machine_description(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(&self.ram)
     }

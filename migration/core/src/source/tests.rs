@@ -33,10 +33,6 @@ struct Vmm {
 }
 
 impl SourceVmm for Vmm {
-    fn machine_description(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
     fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(&self.ram)
     }

@@ -61,14 +61,6 @@ impl Receiver {
     pub fn start(
         listen: &Address,
         factory: Arc<dyn DestinationFactory>,
-    ) -> std::io::Result<Receiver> {
-        Receiver::start_with(listen, factory, ReceiveOptions::default())
-    }
-
-    /// As [`Receiver::start`], with limits.
-    pub fn start_with(
-        listen: &Address,
-        factory: Arc<dyn DestinationFactory>,
         options: ReceiveOptions,
     ) -> std::io::Result<Receiver> {
         let takes_rdma = matches!(listen, Address::Rdma { .. });

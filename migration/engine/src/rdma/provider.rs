@@ -121,24 +121,17 @@ pub struct RdmaAccept {
     pub provider: Provider,
     /// Most queue pairs.
     pub queues_max: u16,
-    /// Most memory that is registered at once.
-    pub pinned_bytes_max: u64,
 }
 
 impl Default for RdmaAccept {
     fn default() -> RdmaAccept {
-        let config = DestinationConfig::DEFAULT;
-        RdmaAccept {
-            provider: Provider::Auto,
-            queues_max: config.queues_max,
-            pinned_bytes_max: config.pinned_bytes_max,
-        }
+        let queues_max = DestinationConfig::DEFAULT.queues_max;
+        RdmaAccept { provider: Provider::Auto, queues_max }
     }
 }
 
 impl RdmaAccept {
     pub(super) fn config(&self) -> DestinationConfig {
-        let (queues_max, pinned_bytes_max) = (self.queues_max, self.pinned_bytes_max);
-        DestinationConfig { queues_max, pinned_bytes_max }
+        DestinationConfig { queues_max: self.queues_max, ..DestinationConfig::DEFAULT }
     }
 }

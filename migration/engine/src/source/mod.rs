@@ -5,6 +5,7 @@ mod connecting;
 mod driver;
 mod events;
 mod lanes;
+mod news;
 mod outside;
 mod query;
 mod shared;
@@ -20,6 +21,7 @@ use martlet_protocol::OperatorOverride;
 use martlet_ram::{CpuFinders, ZeroCheck, ZeroFinders};
 use martlet_transport::{Address, monotonic_now};
 use martlet_units::BytesPerSec;
+pub use news::Subscription;
 use shared::Shared;
 use std::fmt;
 use std::sync::Arc;
@@ -132,6 +134,14 @@ impl Migration {
     /// How it stands.
     pub fn progress(&self) -> Progress {
         self.shared.progress(monotonic_now())
+    }
+
+    /// Tells how it stands from now on, through a queue and a descriptor to poll.
+    ///
+    /// # Errors
+    /// If the host gives no file descriptor.
+    pub fn subscribe(&self) -> std::io::Result<Subscription> {
+        self.shared.subscribe()
     }
 
     /// Changes the limit of a running migration.

@@ -2,6 +2,7 @@
 
 use super::bell::Bell;
 use super::events::Event;
+use super::news::{Subscribers, Subscription};
 use crate::mailbox::Mailbox;
 use crate::{Error, Fault, Progress, RdmaUse, Report, Status};
 use martlet_transport::Wake;
@@ -25,6 +26,7 @@ pub(super) struct Shared {
 
 struct Inner {
     progress: Progress,
+    subscribers: Subscribers,
     report: Option<Report>,
     /// How often an undecided migration's question was answered, in whatever way.
     answers: u64,
@@ -32,6 +34,12 @@ struct Inner {
     unanswered: Option<Error>,
     downtime_limit: Duration,
     rdma: Option<RdmaUse>,
+}
+
+impl Inner {
+    fn tell(&mut self) {
+        self.subscribers.tell(&self.progress);
+    }
 }
 
 impl Shared {
@@ -48,6 +56,7 @@ impl Shared {
             cancelled: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 progress: Progress::begun(total),
+                subscribers: Subscribers::default(),
                 report: None,
                 answers: 0,
                 unanswered: None,
@@ -83,6 +92,12 @@ impl Shared {
         } else if status == Status::Cancelling {
             shown.status = status;
         }
+        inner.tell();
+    }
+
+    pub(super) fn subscribe(&self) -> std::io::Result<Subscription> {
+        let Inner { progress, subscribers, .. } = &mut *self.lock();
+        subscribers.add(progress)
     }
 
     /// Asks for the guest to stay. If that can still do anything the status says that it is under
@@ -93,6 +108,7 @@ impl Shared {
             return;
         }
         inner.progress.status = Status::Cancelling;
+        inner.tell();
         drop(inner);
         // Release: pairs with the driver's acquire, which then says so in its report.
         self.cancelled.store(true, Ordering::Release);
@@ -135,6 +151,7 @@ impl Shared {
         inner.progress.elapsed = report.transfer.total;
         inner.progress.error.clone_from(&report.error);
         inner.report = Some(report);
+        inner.tell();
         inner.answers += 1;
         inner.unanswered = None;
         drop(inner);
