@@ -17,7 +17,6 @@ const MIB2: u64 = 2 << 20;
 
 /// The memory that the guest leaves to the VMM, below 640 KiB.
 const GDT: u64 = 0x1000;
-const TSS: u64 = 0x2000;
 const PML4: u64 = 0x5000;
 const PDPT: u64 = 0x6000;
 const PAGE_DIRECTORIES: u64 = 0x7000;
@@ -27,19 +26,10 @@ const PAGE_DIRECTORIES_END: u64 = 0x9_0000;
 const SMALL_GIB_MAX: u64 = (PAGE_DIRECTORIES_END - PAGE_DIRECTORIES) / PAGE_SIZE;
 
 /// Last byte's offset in the table that [`level3_gdt`] makes.
-pub(crate) const LEVEL3_GDT_LIMIT: u16 = 9 * 8 - 1;
+pub(crate) const LEVEL3_GDT_LIMIT: u16 = 7 * 8 - 1;
 
-/// A 64-bit task state segment, its I/O permission bitmap and the byte of ones behind it.
-const TSS_BYTES: usize = 104;
-const IO_BITMAP_BYTES: usize = 65536 / 8;
-/// Last byte's offset in what [`tss`] makes.
-pub(crate) const TSS_LIMIT: u16 = 104 + 8192;
-
-/// Null, code and data for level 0, the same for level 3 (32-bit code, data, 64-bit code), and a
-/// task state segment at `tss`.
-pub(crate) fn level3_gdt(tss: u64) -> Vec<u8> {
-    let tss_low =
-        u64::from(TSS_LIMIT) | (tss & 0xff_ffff) << 16 | 0x89 << 40 | (tss >> 24 & 0xff) << 56;
+/// Null, code and data for level 0, and the same for level 3: 32-bit code, data, 64-bit code.
+pub(crate) fn level3_gdt() -> Vec<u8> {
     let entries = [
         0,
         0x00af_9a00_0000_ffff,
@@ -48,20 +38,8 @@ pub(crate) fn level3_gdt(tss: u64) -> Vec<u8> {
         0x00cf_fa00_0000_ffff,
         0x00cf_f200_0000_ffff,
         0x00af_fa00_0000_ffff,
-        tss_low,
-        tss >> 32,
     ];
     entries.into_iter().flat_map(u64::to_le_bytes).collect()
-}
-
-/// A task state segment that opens all ports (Intel SDM volume 1, 19.5.2).
-pub(crate) fn tss() -> Vec<u8> {
-    let mut bytes = vec![0; TSS_BYTES + IO_BITMAP_BYTES + 1];
-    // The bitmap's offset.
-    bytes[102..104].copy_from_slice(&[104, 0]);
-    // A byte of ones ends it; an access to the last ports looks there too.
-    bytes[TSS_BYTES + IO_BITMAP_BYTES] = 0xff;
-    bytes
 }
 
 /// Writes tables for level 3 and maps all memory at its own address, and devices below `mmio_end`.
@@ -70,14 +48,12 @@ pub(crate) fn install(
     mmio_end: u64,
     has_gigabyte_pages: bool,
 ) -> Result<Level3Tables, MachineError> {
-    let what = "descriptor tables";
-    write(memory, Gpa(GDT), &level3_gdt(TSS), what)?;
-    write(memory, Gpa(TSS), &tss(), what)?;
+    write(memory, Gpa(GDT), &level3_gdt(), "descriptor tables")?;
     let end = memory.guest().last().map_or(0, |region| region.range().end().0 * PAGE_SIZE);
     for (gpa, bytes) in identity(end.max(mmio_end), has_gigabyte_pages)? {
         write(memory, gpa, &bytes, "page tables")?;
     }
-    Ok(Level3Tables { cr3: PML4, gdt: (GDT, LEVEL3_GDT_LIMIT), tss: (TSS, TSS_LIMIT) })
+    Ok(Level3Tables { cr3: PML4, gdt: (GDT, LEVEL3_GDT_LIMIT) })
 }
 
 /// Page tables that map addresses from 0 to `end` to themselves.
@@ -140,8 +116,6 @@ mod tests {
         for (gpa, bytes) in identity(200 * GIB, true).unwrap() {
             assert!(gpa.0 >= PML4 && gpa.0 + bytes.len() as u64 <= PAGE_DIRECTORIES_END);
         }
-        assert!(TSS + tss().len() as u64 <= PML4);
-        assert_eq!(tss().len() - 1, usize::from(TSS_LIMIT));
-        assert_eq!(level3_gdt(0).len() - 1, usize::from(LEVEL3_GDT_LIMIT));
+        assert_eq!(level3_gdt().len() - 1, usize::from(LEVEL3_GDT_LIMIT));
     }
 }

@@ -24,8 +24,7 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 /// Always 1.
 const RFLAGS_RESERVED: u64 = 1 << 1;
-/// Lets level 3 use all ports, as the I/O bitmap of the task state segment does, which QEMU's
-/// emulation of a processor does not read while that segment is marked as busy.
+/// Lets level 3 use all ports.
 const RFLAGS_IOPL3: u64 = 3 << 12;
 
 /// Segment types, Intel SDM volume 3, 3.4.5.1 and 3.5.
@@ -36,7 +35,6 @@ const TYPE_BUSY_TSS: u8 = 0xb;
 /// Selectors in the tables that `boot` writes; the lowest two bits are the privilege level.
 pub(crate) const SELECTOR_CODE64_USER: u16 = 0x33;
 pub(crate) const SELECTOR_DATA_USER: u16 = 0x2b;
-pub(crate) const SELECTOR_TSS: u16 = 0x38;
 /// Linux's boot protocol names these (Documentation/arch/x86/boot.rst).
 pub(crate) const SELECTOR_BOOT_CODE: u16 = 0x10;
 pub(crate) const SELECTOR_BOOT_DATA: u16 = 0x18;
@@ -112,19 +110,17 @@ fn set_data(sregs: &mut kvm_sregs, data: kvm_segment) {
     (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
 }
 
+/// A task state segment, which a processor must have, though nobody uses it.
+fn set_task(sregs: &mut kvm_sregs) {
+    sregs.tr = kvm_segment { limit: 0x67, type_: TYPE_BUSY_TSS, present: 1, ..Default::default() };
+}
+
 /// 64-bit code at privilege level 3 that may use all ports.
 fn level3(sregs: &mut kvm_sregs, tables: Level3Tables) {
     let code = segment(SELECTOR_CODE64_USER, TYPE_CODE, 3);
     sregs.cs = kvm_segment { db: 0, l: 1, ..code };
     set_data(sregs, segment(SELECTOR_DATA_USER, TYPE_DATA, 3));
-    sregs.tr = kvm_segment {
-        base: tables.tss.0,
-        limit: u32::from(tables.tss.1),
-        selector: SELECTOR_TSS,
-        type_: TYPE_BUSY_TSS,
-        present: 1,
-        ..Default::default()
-    };
+    set_task(sregs);
     (sregs.gdt.base, sregs.gdt.limit) = tables.gdt;
     (sregs.idt.base, sregs.idt.limit) = (0, 0);
     sregs.cr3 = tables.cr3;
@@ -137,7 +133,7 @@ fn level3(sregs: &mut kvm_sregs, tables: Level3Tables) {
 fn pvh(sregs: &mut kvm_sregs) {
     sregs.cs = segment(SELECTOR_BOOT_CODE, TYPE_CODE, 0);
     set_data(sregs, segment(SELECTOR_BOOT_DATA, TYPE_DATA, 0));
-    sregs.tr = kvm_segment { limit: 0x67, type_: TYPE_BUSY_TSS, present: 1, ..Default::default() };
+    set_task(sregs);
     sregs.cr0 = CR0_PE | CR0_ET;
     sregs.cr4 = 0;
     sregs.efer = 0;
@@ -148,7 +144,7 @@ fn linux64(sregs: &mut kvm_sregs, page_tables: u64, gdt: u64) {
     let code = segment(SELECTOR_BOOT_CODE, TYPE_CODE, 0);
     sregs.cs = kvm_segment { db: 0, l: 1, ..code };
     set_data(sregs, segment(SELECTOR_BOOT_DATA, TYPE_DATA, 0));
-    sregs.tr = kvm_segment { limit: 0x67, type_: TYPE_BUSY_TSS, present: 1, ..Default::default() };
+    set_task(sregs);
     (sregs.gdt.base, sregs.gdt.limit) = (gdt, 4 * 8 - 1);
     (sregs.idt.base, sregs.idt.limit) = (0, 0);
     sregs.cr3 = page_tables;

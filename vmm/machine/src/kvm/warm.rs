@@ -50,9 +50,7 @@ const PD: u64 = 1;
 const PT: u64 = 2;
 const CODE_PAGE: u64 = 3;
 const GDT: u64 = 4;
-const TSS: u64 = 5;
-const TSS_PAGES: u64 = 3;
-const SHARED_PAGES: u64 = TSS + TSS_PAGES;
+const SHARED_PAGES: u64 = 5;
 /// Then for each vCPU a top page table and the two tables that map blocks of guest memory.
 const VCPU_PML4: u64 = 0;
 const VCPU_PDPT: u64 = 1;
@@ -122,8 +120,7 @@ impl WarmUp {
             self.write(PT, page * 8, &self.entry(page));
         }
         self.write(CODE_PAGE, 0, &CODE);
-        self.write(GDT, 0, &tables::level3_gdt(TSS * PAGE_SIZE));
-        self.write(TSS, 0, &tables::tss());
+        self.write(GDT, 0, &tables::level3_gdt());
     }
 }
 
@@ -168,7 +165,6 @@ impl WarmVcpu {
             tables: Level3Tables {
                 cr3: self.warm_up.gpa(self.first_page + VCPU_PML4),
                 gdt: (GDT * PAGE_SIZE, tables::LEVEL3_GDT_LIMIT),
-                tss: (TSS * PAGE_SIZE, tables::TSS_LIMIT),
             },
         }
     }

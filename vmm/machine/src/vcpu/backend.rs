@@ -117,8 +117,6 @@ pub(crate) struct Level3Tables {
     pub(crate) cr3: u64,
     /// The global descriptor table and its last byte's offset.
     pub(crate) gdt: (u64, u16),
-    /// A task state segment with an I/O bitmap of zeros, and its last byte's offset.
-    pub(crate) tss: (u64, u16),
 }
 
 /// One vCPU. Lives on its own thread after [`VcpuBackend::attach`].
