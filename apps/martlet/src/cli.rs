@@ -58,8 +58,8 @@ pub(crate) enum Command {
 Examples:
   martlet run --control /run/vm.sock --memory 1G
   martlet run --control /run/vm.sock --memory 4G --vcpus 2 --program fill=2G,ws=64M,rate=4/ms
-  martlet run --control /run/vm.sock --memory 2G --kernel vmlinux --cmdline console=ttyS0 \\
-              --serial stdio
+  martlet run --control /run/vm.sock --memory 2G --vcpus 2 --kernel /boot/vmlinuz-6.12.0-amd64 \\
+              --initrd initrd.img --cmdline console=ttyS0 --serial stdio
 
 The control socket speaks QMP. The process stays until `quit`, SIGINT or SIGTERM; they wait for a
 migration to be settled, and a second signal does not. SIGHUP is ignored.")]
@@ -106,6 +106,14 @@ A paused guest can be migrated, and stays paused.")]
     /// Continue a paused guest.
     #[command(after_help = "Example:\n  martlet cont --control /run/vm.sock")]
     Cont(ControlArgs),
+    /// Press the guest's power button.
+    #[command(after_help = "\
+Example:
+  martlet powerdown --control /run/vm.sock
+
+A kernel that listens to it turns itself off, and the process of `run` or `receive` ends. A guest
+that does not is not changed, and the exit status is 1.")]
+    Powerdown(ControlArgs),
     /// End the process behind a control socket, and its guest if that is still there.
     #[command(after_help = "\
 Examples:

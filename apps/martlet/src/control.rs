@@ -181,6 +181,15 @@ impl Control {
         guest.reset()
     }
 
+    /// `system_powerdown`.
+    pub(crate) fn power_down(&self) -> Result<(), String> {
+        let guest = self.guest()?;
+        self.refuse_if_gone()?;
+        guest.press_power_button()?;
+        self.events.send(&Event::PowerDown);
+        Ok(())
+    }
+
     /// What the guest is made of.
     pub(crate) fn info(&self) -> Result<MachineInfo, String> {
         Ok(self.guest()?.info())

@@ -6,7 +6,7 @@ use martlet_engine::{
     Status,
 };
 use martlet_guest_program::GuestCounters;
-use martlet_machine::{Accel, GuestStatus, MachineInfo};
+use martlet_machine::{Accel, EndCause, GuestStatus, MachineInfo};
 use martlet_transport::Address;
 use martlet_units::{ByteCount, BytesPerSec, PageCount};
 use std::io;
@@ -176,6 +176,11 @@ impl Guest for FakeGuest {
 
     fn reset(&self) -> Result<(), String> {
         self.owner_resets.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn press_power_button(&self) -> Result<(), String> {
+        *self.state.lock().unwrap() = GuestStatus::Ended(EndCause::Shutdown);
         Ok(())
     }
 

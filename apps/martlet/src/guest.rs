@@ -22,6 +22,9 @@ pub(crate) trait Guest: Send + Sync {
     fn cont(&self) -> Result<(), String>;
     /// Boots it again. `Err` says in one line why that can't be now.
     fn reset(&self) -> Result<(), String>;
+    /// Presses its power button. `Err` says in one line why that can't be now, or that it does not
+    /// listen.
+    fn press_power_button(&self) -> Result<(), String>;
     /// How often it was booted again: by itself, and by its owner.
     fn resets(&self) -> (u64, u64);
     /// What it is made of.

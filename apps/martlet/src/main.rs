@@ -68,6 +68,7 @@ fn hold_signals(command: &Command) -> io::Result<Option<Held>> {
         | Command::Cancel(_)
         | Command::Stop(_)
         | Command::Cont(_)
+        | Command::Powerdown(_)
         | Command::Quit(_)
         | Command::Resolve(_)
         | Command::Bench(_)
@@ -86,6 +87,7 @@ fn run(cli: &Cli, held: Option<Held>) -> Result<(), Failure> {
         Command::Cancel(args) => commands::owner::cancel(args),
         Command::Stop(args) => commands::owner::stop(args),
         Command::Cont(args) => commands::owner::cont(args),
+        Command::Powerdown(args) => commands::owner::powerdown(args),
         Command::Quit(args) => commands::owner::quit(args),
         Command::Resolve(args) => commands::owner::resolve(args),
         Command::Demo(args) => commands::demo::run(args, cli.log.as_deref(), held()),

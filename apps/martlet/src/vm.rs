@@ -168,6 +168,10 @@ impl Guest for MachineGuest {
         self.0.reset_by_owner().map_err(|error| error.to_string())
     }
 
+    fn press_power_button(&self) -> Result<(), String> {
+        self.0.press_power_button().map_err(|error| error.to_string())
+    }
+
     fn resets(&self) -> (u64, u64) {
         self.0.resets()
     }

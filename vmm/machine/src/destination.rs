@@ -149,6 +149,7 @@ impl DestinationVmm for Incoming {
         let vm =
             machine.vm.load(&saved.vm, what_for).map_err(|error| failed(ACTION, error.to_string()));
         let serial = machine.bus.load_serial(&saved.serial).map_err(|why| failed(ACTION, why));
+        machine.bus.load_board(saved.board.as_ref());
         let nics = machine.nics.load(saved.nics.as_deref().unwrap_or_default());
         let nics = nics.map_err(|why| failed(ACTION, why));
         let entered = machine.group.wait_loaded().map_err(|(number, error)| {

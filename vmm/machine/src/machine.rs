@@ -4,6 +4,7 @@ use crate::boot;
 #[cfg(not(feature = "threads"))]
 use crate::config::NO_THREADS;
 use crate::config::{Accel, Boot, MachineConfig, Tracking};
+use crate::devices::board::SCI_LINE;
 use crate::devices::virtio::{Devices, Lease, Nics, SavedNic};
 use crate::devices::{Bus, Endpoint, PulseIrq, SavedSerial};
 use crate::kvm::{self, BuildOptions};
@@ -254,14 +255,20 @@ impl Machine {
         let bus = Arc::new(Bus::new(Arc::clone(&endpoint)));
         let vm = built.vm;
         let irqs = Arc::downgrade(&vm);
-        let pulse: PulseIrq = Arc::new(move |line| {
+        let set_irq = move |line, is_high| {
             if let Some(vm) = irqs.upgrade() {
-                vm.pulse_irq(line);
+                vm.set_irq(line, is_high);
             }
+        };
+        let set_sci = set_irq.clone();
+        let sci = Arc::new(move |is_high| set_sci(SCI_LINE, is_high));
+        let pulse: PulseIrq = Arc::new(move |line| {
+            set_irq(line, true);
+            set_irq(line, false);
         });
         let nics = Arc::new(nics);
         nics.connect(&pulse);
-        bus.connect(pulse);
+        bus.connect(pulse, sci);
         bus.plug(Arc::clone(&nics));
         let group = Group::start(built.vcpus, Arc::clone(&bus), prepare)?;
         let control = Control {
@@ -344,6 +351,19 @@ impl Machine {
             }
             Phase::Resetting(_) => return Ok(()),
             Phase::Here(_) => "came from an older martlet, which kept what it boots from",
+            phase => phase.describe(),
+        };
+        Err(OwnerError { wish: WISH, state: state.to_owned() })
+    }
+
+    /// Presses the guest's power button, upon which a kernel turns itself off, if it wants to. A
+    /// guest that does not listen to it is told so.
+    pub fn press_power_button(&self) -> Result<(), OwnerError> {
+        const WISH: &str = "press its power button";
+        let control = self.owner(WISH)?;
+        let state = match control.phase {
+            Phase::Here(_) if self.bus.press_power_button() => return Ok(()),
+            Phase::Here(_) => "does not listen to it",
             phase => phase.describe(),
         };
         Err(OwnerError { wish: WISH, state: state.to_owned() })
@@ -438,7 +458,8 @@ impl Machine {
         let serial: SavedSerial = self.bus.save_serial();
         let nics = Some(nics?).filter(|nics| !nics.is_empty());
         let vcpus = vcpus.into_iter().map(Into::into).collect();
-        Ok(SavedMachine { vcpus, vm: vm?, serial, nics })
+        let board = Some(self.bus.save_board());
+        Ok(SavedMachine { vcpus, vm: vm?, serial, nics, board })
     }
 
     /// What can be read while the vCPUs save themselves.

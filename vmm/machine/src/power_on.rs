@@ -193,7 +193,8 @@ mod tests {
 
     fn state() -> SavedMachine {
         let serial = Default::default();
-        SavedMachine { vcpus: vec![vec![7; 5000].into()], vm: vec![1, 2], serial, nics: None }
+        let vcpus = vec![vec![7; 5000].into()];
+        SavedMachine { vcpus, vm: vec![1, 2], serial, nics: None, board: None }
     }
 
     fn page(memory: &GuestMemory, frame: u64) -> [u8; PAGE_BYTES] {

@@ -162,7 +162,7 @@ impl Machine {
         let power_on = power_on::read(&self.memory)?;
         // Devices and the hypervisor write the guest's memory by themselves until they are reset.
         self.nics.reset();
-        let SavedMachine { vcpus, vm, serial, .. } = power_on.state.clone();
+        let SavedMachine { vcpus, vm, serial, board, .. } = power_on.state.clone();
         if vcpus.len() != self.group.len() {
             return Err(format!("states of {} vCPUs for {}", vcpus.len(), self.group.len()));
         }
@@ -172,6 +172,7 @@ impl Machine {
         self.group.begin_load(vcpus.into_iter().map(Into::into).collect(), what_for);
         let loaded = self.vm.load(&vm, what_for).map_err(|error| error.to_string());
         let serial = self.bus.load_serial(&serial);
+        self.bus.load_board(board.as_ref());
         let entered = self.group.wait_loaded().map_err(|(number, e)| format!("vCPU {number}: {e}"));
         loaded.and(serial).and(entered)?;
         Ok(power_on)

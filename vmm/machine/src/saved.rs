@@ -1,8 +1,8 @@
 //! What travels of a machine: its description before, its state at the switchover. Never reuse a
 //! number; a new field is an `Option`.
 
-use crate::devices::SavedSerial;
 use crate::devices::virtio::{NICS_MAX, NicKind, SavedNic};
+use crate::devices::{SavedBoard, SavedSerial};
 use crate::{Accel, VCPUS_MAX};
 use martlet_ram::REGIONS_MAX;
 use martlet_units::{Gfn, PageCount, PageRange};
@@ -164,6 +164,9 @@ pub(crate) struct SavedMachine {
     /// Network cards, if there are any.
     #[n(3)]
     pub(crate) nics: Option<Vec<SavedNic>>,
+    /// The board's registers. An older destination has none: its guest can't turn itself off.
+    #[n(4)]
+    pub(crate) board: Option<SavedBoard>,
 }
 
 impl SavedMachine {

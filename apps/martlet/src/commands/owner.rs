@@ -33,6 +33,12 @@ pub(crate) fn cont(args: &ControlArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// `martlet powerdown`: returns when the button was pressed.
+pub(crate) fn powerdown(args: &ControlArgs) -> Result<(), Failure> {
+    Client::connect(&args.path)?.ask("system_powerdown")?;
+    Ok(())
+}
+
 /// `martlet cancel`: returns when the migration has ended, and fails if it ended otherwise.
 pub(crate) fn cancel(args: &ControlArgs) -> Result<(), Failure> {
     let mut client = Client::connect(&args.path)?;

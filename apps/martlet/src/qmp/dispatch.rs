@@ -55,7 +55,7 @@ pub(crate) enum Mode {
 }
 
 /// Every command, in order of name; what `query-commands` returns.
-pub(crate) const COMMANDS: [&str; 22] = [
+pub(crate) const COMMANDS: [&str; 23] = [
     "cont",
     "migrate",
     "migrate-incoming",
@@ -72,6 +72,7 @@ pub(crate) const COMMANDS: [&str; 22] = [
     "query-version",
     "quit",
     "stop",
+    "system_powerdown",
     "system_reset",
     "x-query-guest",
     "x-query-machine",
@@ -160,6 +161,7 @@ fn execute_plain(control: &Control, name: &str) -> Result<Value, QmpError> {
         }
         "stop" => control.stop().map_err(QmpError::from).and_then(|()| done()),
         "system_reset" => control.reset().map_err(QmpError::from).and_then(|()| done()),
+        "system_powerdown" => control.power_down().map_err(QmpError::from).and_then(|()| done()),
         "cont" => control.cont().map_err(QmpError::from).and_then(|()| done()),
         "migrate_cancel" => {
             control.cancel();

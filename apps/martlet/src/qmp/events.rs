@@ -28,6 +28,8 @@ pub(crate) enum Event {
         /// QEMU's `ShutdownCause`.
         reason: &'static str,
     },
+    /// The guest's power button was pressed.
+    PowerDown,
     /// The guest was reset. If it was booted elsewhere it can't be booted again here: then the
     /// process ends, as after QEMU's `-no-reboot`.
     Reset {
@@ -46,6 +48,7 @@ impl Event {
             Event::Shutdown { guest, reason } => {
                 ("SHUTDOWN", Some(json!({ "guest": guest, "reason": reason })))
             }
+            Event::PowerDown => ("POWERDOWN", None),
             Event::Reset { guest } => {
                 let reason = if *guest { "guest-reset" } else { "host-qmp-system-reset" };
                 ("RESET", Some(json!({ "guest": guest, "reason": reason })))

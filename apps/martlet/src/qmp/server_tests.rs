@@ -259,6 +259,7 @@ fn every_listed_command_exists() {
         "query-status",
         "stop",
         "cont",
+        "system_powerdown",
         "system_reset",
         "quit",
         "query-version",
@@ -532,6 +533,18 @@ fn a_reset_is_told_and_the_process_goes_on() {
     assert_eq!((name.as_str(), &data["guest"]), ("RESET", &json!(false)));
     assert_eq!(guest.resets(), (0, 1));
     assert_eq!(wire.status(), "running");
+}
+
+#[test]
+fn a_guest_whose_power_button_is_pressed_turns_itself_off() {
+    let (_, control, clients) = with_guest();
+    let mut wire = Wire::ready(&control, &clients);
+    wire.write("{\"execute\": \"system_powerdown\"}\n");
+    assert_eq!(wire.event().0, "POWERDOWN");
+    assert_eq!(wire.reply(), json!({"return": {}}));
+    assert_eq!(control.wait_for_quit().unwrap(), QuitCause::Guest(EndCause::Shutdown));
+    let (name, data) = wire.event();
+    assert_eq!((name.as_str(), &data["reason"]), ("SHUTDOWN", &json!("guest-shutdown")));
 }
 
 #[test]

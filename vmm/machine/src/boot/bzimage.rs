@@ -64,6 +64,7 @@ pub(super) fn load(
     let initrd = load_initrd(config, memory, kernel_end, header.initrd_addr_max.into())?;
 
     let mut params = boot_params { hdr: header, ..Default::default() };
+    params.acpi_rsdp_addr = super::acpi::ROOT.0;
     params.hdr.type_of_loader = LOADER_UNDEFINED;
     params.hdr.cmd_line_ptr = narrow(CMDLINE.0)?;
     if let Some(initrd) = initrd {

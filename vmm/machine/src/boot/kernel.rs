@@ -1,9 +1,8 @@
 //! A kernel from a file: which format it is, its initial RAM disk, its command line.
 
-use super::{bzimage, loader_memory, mptable, pvh, write};
+use super::{acpi, bzimage, loader_memory, pvh, write};
 use crate::MachineError;
 use crate::config::KernelConfig;
-use crate::devices::virtio::Nics;
 use crate::memory::GuestMemory;
 use crate::vcpu::backend::Start;
 use martlet_guest_program::NicPlace;
@@ -18,8 +17,9 @@ pub(super) const CMDLINE: Gpa = Gpa(0x2_0000);
 const CMDLINE_BYTES_MAX: usize = 0x1_0000;
 /// Kernels and RAM disks are loaded from here on; what is below is for tables.
 pub(super) const HIGH_MEMORY: u64 = 0x10_0000;
-/// End of the memory below 640 KiB that a kernel may use; the page above is a BIOS's.
-const LOW_MEMORY_END: u64 = mptable::ADDRESS;
+/// End of the memory below 640 KiB that a kernel may use; what is above, up to [`HIGH_MEMORY`], is a
+/// BIOS's.
+const LOW_MEMORY_END: u64 = 0x9_fc00;
 
 const ELF_MAGIC: [u8; 4] = *b"\x7fELF";
 
@@ -52,9 +52,9 @@ pub(super) fn prepare(
     memory: &GuestMemory,
     nics: &[NicPlace],
 ) -> Result<Vec<Start>, MachineError> {
-    let cmdline = cmdline(&with_nics(&config.cmdline, nics))?;
+    let cmdline = cmdline(&config.cmdline)?;
     write(memory, CMDLINE, &cmdline, "the command line")?;
-    mptable::install(memory, vcpus)?;
+    acpi::install(memory, vcpus, nics)?;
     let mut file = File::open(&config.kernel).map_err(file_error("kernel", &config.kernel))?;
     let mut magic = [0; 4];
     let is_elf = match file.read_exact(&mut magic) {
@@ -71,18 +71,6 @@ pub(super) fn prepare(
     let mut starts = vec![first];
     starts.resize(usize::from(vcpus), Start::Parked);
     Ok(starts)
-}
-
-/// Tells a kernel of the network cards (Documentation/admin-guide/kernel-parameters.txt,
-/// `virtio_mmio.device=`), as there is no other table that could.
-fn with_nics(cmdline: &str, nics: &[NicPlace]) -> String {
-    let mut text = cmdline.to_owned();
-    for (card, nic) in nics.iter().enumerate() {
-        let Some(line) = Nics::line(card) else { continue };
-        let place = format!("virtio_mmio.device=4K@{:#x}:{line}", nic.registers.0);
-        text = if text.is_empty() { place } else { format!("{text} {place}") };
-    }
-    text
 }
 
 /// The command line with its zero.
@@ -144,24 +132,4 @@ pub(super) fn load_initrd(
         })
     })?;
     Ok(Some(Initrd { start, bytes }))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_kernel_is_told_of_its_cards() {
-        let nic = |page: u64| NicPlace {
-            registers: Gpa(0xd000_0000 + page * 0x1000),
-            pairs: 1,
-            queue_size_max: 256,
-        };
-        assert_eq!(with_nics("quiet", &[]), "quiet");
-        assert_eq!(with_nics("", &[nic(0)]), "virtio_mmio.device=4K@0xd0000000:5");
-        assert_eq!(
-            with_nics("quiet", &[nic(0), nic(1)]),
-            "quiet virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=4K@0xd0001000:6"
-        );
-    }
 }

@@ -1,9 +1,9 @@
 //! Putting a new guest into its memory: the built-in program, a PVH ELF or a bzImage.
 
+mod acpi;
 mod bzimage;
 mod kernel;
 mod loader_memory;
-mod mptable;
 mod program;
 mod pvh;
 pub(crate) mod tables;

@@ -1,7 +1,7 @@
 //! PVH: an ELF file whose note names a 32-bit entry point (Xen's docs/misc/pvh.pandoc).
 
 use super::kernel::{CMDLINE, HIGH_MEMORY, load_initrd, memory_map};
-use super::{loader_memory, write};
+use super::{acpi, loader_memory, write};
 use crate::MachineError;
 use crate::config::KernelConfig;
 use crate::memory::GuestMemory;
@@ -63,7 +63,7 @@ pub(super) fn load(
         modules << 32,
         module_list,
         CMDLINE.0,
-        0,
+        acpi::ROOT.0,
         MEMORY_MAP.0,
         entries,
     ]

@@ -1,5 +1,6 @@
 //! Who answers at which port and at which address.
 
+use super::board::{Board, CLOCK_DATA, CLOCK_INDEX, PM1_EVENT, PM1_LAST, SavedBoard, SetLine};
 use super::endpoint::Endpoint;
 use super::heartbeat::Heartbeat;
 use super::serial::{SavedSerial, SerialPort};
@@ -10,17 +11,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// COM1.
-const SERIAL: u16 = 0x3f8;
+pub(crate) const SERIAL: u16 = 0x3f8;
 const SERIAL_LAST: u16 = SERIAL + 7;
 /// The interrupt line of COM1.
-const SERIAL_IRQ: u32 = 4;
+pub(crate) const SERIAL_IRQ: u32 = 4;
 /// The keyboard controller's command port.
 const I8042_COMMAND: u16 = 0x64;
 /// Pulse the reset line of the processor: what a guest does to reboot.
 const I8042_RESET: u8 = 0xfe;
 /// The reset control register of the PIIX and its successors, a byte; and its bit that resets.
-const RESET_CONTROL: u16 = 0xcf9;
-const RESET_CONTROL_RESET: u8 = 1 << 2;
+pub(crate) const RESET_CONTROL: u16 = 0xcf9;
+pub(crate) const RESET_CONTROL_RESET: u8 = 1 << 2;
 /// A byte here is a sign of life; QEMU and Bochs print it.
 const DEBUG_PORT: u16 = 0xe9;
 /// The built-in program says here which page was wrong.
@@ -28,7 +29,7 @@ const WRONG_PAGE_PORT: u16 = 0xea;
 /// Reports of wrong pages that are logged; a guest may send any number.
 const WRONG_PAGE_LOGS_MAX: u32 = 10;
 /// What an unclaimed port reads as.
-const FLOATING: u8 = 0xff;
+pub(super) const FLOATING: u8 = 0xff;
 
 /// What a port access means for the machine.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,6 +46,7 @@ pub(crate) type PulseIrq = Arc<dyn Fn(u32) + Send + Sync>;
 /// All ports of a machine, and what it has in memory besides RAM. Shared by the vCPU threads; each device has a lock of its own.
 pub(crate) struct Bus {
     serial: Mutex<SerialPort>,
+    board: Mutex<Board>,
     heartbeat: Heartbeat,
     wrong_page_reports: AtomicU32,
     pulse_irq: Arc<OnceLock<PulseIrq>>,
@@ -57,6 +59,7 @@ impl Bus {
         let pulse_irq = Arc::new(OnceLock::new());
         Bus {
             serial: Mutex::new(SerialPort::new(endpoint, line(&pulse_irq))),
+            board: Mutex::default(),
             heartbeat: Heartbeat::default(),
             wrong_page_reports: AtomicU32::new(0),
             pulse_irq,
@@ -85,8 +88,9 @@ impl Bus {
     }
 
     /// Connects the interrupt lines; before the guest runs, once.
-    pub(crate) fn connect(&self, pulse_irq: PulseIrq) {
+    pub(crate) fn connect(&self, pulse_irq: PulseIrq, sci: SetLine) {
         assert!(self.pulse_irq.set(pulse_irq).is_ok(), "interrupts are connected once");
+        lock(&self.board).connect(sci);
     }
 
     /// The guest wrote `data`, items of `size` bytes, to a port.
@@ -120,6 +124,9 @@ impl Bus {
                 self.heartbeat.beat();
                 Effect::None
             }
+            Ok(port @ (PM1_EVENT..=PM1_LAST | CLOCK_INDEX | CLOCK_DATA)) => {
+                lock(&self.board).write(port, byte)
+            }
             Ok(I8042_COMMAND) if byte == I8042_RESET => Effect::End(EndCause::Reset),
             Ok(_) | Err(_) => Effect::None,
         }
@@ -137,6 +144,9 @@ impl Bus {
     fn read_byte(&self, port: u32) -> u8 {
         match u16::try_from(port) {
             Ok(port @ SERIAL..=SERIAL_LAST) => lock(&self.serial).read(port - SERIAL),
+            Ok(port @ (PM1_EVENT..=PM1_LAST | CLOCK_INDEX | CLOCK_DATA)) => {
+                lock(&self.board).read(port)
+            }
             // Reading the debug port tells that it exists, as on Bochs.
             Ok(DEBUG_PORT) => DEBUG_PORT.to_le_bytes()[0],
             // Neither input nor output buffer full: a guest may write its reset at once.
@@ -160,6 +170,11 @@ impl Bus {
         lock(&self.serial).input(bytes)
     }
 
+    /// Presses the power button; `false` if the guest does not listen to it.
+    pub(crate) fn press_power_button(&self) -> bool {
+        lock(&self.board).press_power_button()
+    }
+
     /// When the guest was heard of.
     pub(crate) fn heartbeat(&self) -> &Heartbeat {
         &self.heartbeat
@@ -168,6 +183,16 @@ impl Bus {
     /// The serial port's registers. While no vCPU runs.
     pub(crate) fn save_serial(&self) -> SavedSerial {
         lock(&self.serial).save()
+    }
+
+    /// The board's registers. While no vCPU runs.
+    pub(crate) fn save_board(&self) -> SavedBoard {
+        lock(&self.board).save()
+    }
+
+    /// Loads the board's registers, as at a power-on where there are none; repeatable.
+    pub(crate) fn load_board(&self, saved: Option<&SavedBoard>) {
+        lock(&self.board).load(saved.unwrap_or(&SavedBoard::default()));
     }
 
     /// Loads the serial port's registers; repeatable. The error says what is wrong with them.

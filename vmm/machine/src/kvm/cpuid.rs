@@ -2,12 +2,13 @@
 
 use super::saved::SavedCpuid;
 use crate::vcpu::backend::BackendError;
-use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm};
 
 /// Entries that KVM takes, and that are taken from a source.
 const ENTRIES_MAX: usize = kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 
+const LEAF_HIGHEST: u32 = 0x0;
 const LEAF_FEATURES: u32 = 0x1;
 const LEAF_CACHE: u32 = 0x4;
 const LEAF_TOPOLOGY: u32 = 0xb;
@@ -19,6 +20,7 @@ const LEAF_AMD_TOPOLOGY: u32 = 0x8000_001e;
 /// interrupt controllers (21 x2APIC, 24 TSC deadline), or by being a guest (31).
 const FEATURES_ECX_OURS: u32 = 1 << 21 | 1 << 24 | 1 << 27 | 1 << 31;
 const FEATURES_ECX_TSC_DEADLINE: u32 = 1 << 24;
+const FEATURES_ECX_HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1, EDX: 9 APIC is state, 28 says that there is more than one processor in the package.
 const FEATURES_EDX_OURS: u32 = 1 << 9 | 1 << 28;
 const FEATURES_EDX_HTT: u32 = 1 << 28;
@@ -27,13 +29,33 @@ const FEATURES_EDX_HTT: u32 = 1 << 28;
 pub(super) fn supported(kvm: &Kvm) -> Result<Vec<SavedCpuid>, BackendError> {
     let cpuid = super::kvm("KVM_GET_SUPPORTED_CPUID", kvm.get_supported_cpuid(ENTRIES_MAX))?;
     let mut entries: Vec<_> = cpuid.as_slice().iter().copied().map(SavedCpuid::from).collect();
-    if kvm.check_extension(Cap::TscDeadlineTimer) {
-        // KVM leaves this bit to whoever has its in-kernel APIC.
-        for entry in entries.iter_mut().filter(|entry| entry.function == LEAF_FEATURES) {
+    complete(&mut entries, kvm.check_extension(Cap::TscDeadlineTimer));
+    Ok(entries)
+}
+
+/// Adds what KVM leaves to whoever makes the machine.
+fn complete(entries: &mut Vec<SavedCpuid>, has_tsc_deadline: bool) {
+    for entry in entries.iter_mut().filter(|entry| entry.function == LEAF_FEATURES) {
+        // Before Linux 6.14 it does not say that a guest is one: without it there is no kvmclock.
+        entry.ecx |= FEATURES_ECX_HYPERVISOR;
+        if has_tsc_deadline {
             entry.ecx |= FEATURES_ECX_TSC_DEADLINE;
         }
     }
-    Ok(entries)
+    let highest = entries.iter().find(|entry| entry.function == LEAF_HIGHEST);
+    let highest = highest.map_or(0, |entry| entry.eax);
+    let has_v2 = entries.iter().any(|entry| entry.function == LEAF_TOPOLOGY_V2);
+    entries.retain(|entry| !matches!(entry.function, LEAF_TOPOLOGY | LEAF_TOPOLOGY_V2));
+    for function in [LEAF_TOPOLOGY, LEAF_TOPOLOGY_V2] {
+        if function <= highest && (function == LEAF_TOPOLOGY || has_v2) {
+            entries.extend(TOPOLOGY_LEVELS.map(|index| SavedCpuid {
+                function,
+                index,
+                flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+                ..SavedCpuid::default()
+            }));
+        }
+    }
 }
 
 /// The same for vCPU number `vcpu` of `vcpus`, each a core of its own in one package.
@@ -79,7 +101,11 @@ pub(super) fn for_vcpu(
         .map_err(|_| BackendError::state(format!("{} CPUID entries", entries.len())))
 }
 
-/// Leaf 0xb: level 0 is the one thread of a core, level 1 the cores of the package.
+/// KVM tells the first of these only, so that each vCPU would be a package of its own.
+const TOPOLOGY_LEVELS: [u32; 3] = [0, 1, 2];
+
+/// Leaf 0xb: level 0 is the one thread of a core, level 1 the cores of the package, level 2
+/// the end.
 fn topology(entry: &mut SavedCpuid, index: u32, id_bits: u32, vcpus: u32, vcpu: u32) {
     let (shift, count, kind) = match index {
         0 => (0, 1, 1),
@@ -253,6 +279,28 @@ mod tests {
         assert_eq!(error, "destination CPU lacks: aes, cpuid 0x7.0 ebx bit 1, avx512f");
         assert!(check(&guest, &guest).is_ok());
         assert!(check(&host, &guest).is_ok());
+    }
+
+    #[test]
+    fn what_kvm_leaves_out_is_added() {
+        let mut entries =
+            vec![leaf(0, 0, [0xd, 0, 0, 0]), leaf(1, 0, [0; 4]), leaf(0xb, 0, [9; 4])];
+        complete(&mut entries, true);
+        let places: Vec<_> = entries.iter().map(|e| (e.function, e.index, e.flags)).collect();
+        assert_eq!(places, [(0, 0, 0), (1, 0, 0), (0xb, 0, 1), (0xb, 1, 1), (0xb, 2, 1)]);
+        assert_eq!(entries[1].ecx, 1 << 31 | 1 << 24);
+        let cpuid = for_vcpu(&entries, 1, 2).unwrap();
+        let levels = cpuid.as_slice()[2..].iter().map(|e| (e.eax, e.ebx, e.ecx, e.edx));
+        assert_eq!(levels.collect::<Vec<_>>(), [(0, 1, 0x100, 1), (1, 2, 0x201, 1), (0, 0, 2, 1)]);
+
+        // A processor that has none of it; and one with both.
+        let mut old = vec![leaf(0, 0, [0xa, 0, 0, 0]), leaf(1, 0, [0; 4])];
+        complete(&mut old, false);
+        assert_eq!((old.len(), old[1].ecx), (2, 1 << 31));
+        let mut new = vec![leaf(0, 0, [0x1f, 0, 0, 0]), leaf(0x1f, 0, [0; 4])];
+        complete(&mut new, false);
+        assert_eq!(new.iter().filter(|entry| entry.function == 0x1f).count(), 3);
+        assert_eq!(new.len(), 7);
     }
 
     #[test]

@@ -266,11 +266,9 @@ impl VmBackend for KvmVm {
         }
     }
 
-    fn pulse_irq(&self, line: u32) {
-        for level in [true, false] {
-            if let Err(error) = self.core.fd.set_irq_line(line, level) {
-                tracing::warn!(line, %error, "KVM_IRQ_LINE failed");
-            }
+    fn set_irq(&self, line: u32, is_high: bool) {
+        if let Err(error) = self.core.fd.set_irq_line(line, is_high) {
+            tracing::warn!(line, %error, "KVM_IRQ_LINE failed");
         }
     }
 

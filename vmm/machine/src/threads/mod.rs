@@ -146,7 +146,7 @@ impl VmBackend for ThreadVm {
         Err(BackendError::state(format!("{} bytes for devices that there are not", state.len())))
     }
 
-    fn pulse_irq(&self, _: u32) {}
+    fn set_irq(&self, _: u32, _: bool) {}
 
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError> {
         Ok(Box::new(PagemapTracker::new(Arc::clone(&self.ram))?))

@@ -212,8 +212,8 @@ pub(crate) trait VmBackend: Send + Sync {
     /// it counts by itself is set going.
     fn begin_run(&self) {}
 
-    /// Raises an edge on an interrupt line; nothing where there are no interrupts.
-    fn pulse_irq(&self, line: u32);
+    /// Sets the level of an interrupt line; nothing where there are no interrupts.
+    fn set_irq(&self, line: u32, is_high: bool);
 
     /// Starts dirty tracking; see [`DirtySource`].
     fn track(&self) -> Result<Box<dyn DirtySource>, TrackError>;

@@ -33,9 +33,9 @@ mod travel;
 pub(crate) use group::Nics;
 pub(crate) use lease::{Devices, Lease};
 pub(crate) use pages::NicPages;
-pub(crate) use registers::MMIO_END;
 #[cfg(feature = "threads")]
 pub(crate) use registers::MMIO_START;
+pub(crate) use registers::{MMIO_END, MMIO_STRIDE};
 pub(crate) use saved::{NicKind, SavedNic};
 
 /// Most network cards of a machine: as many as there are interrupt lines for them.

@@ -3,7 +3,7 @@
 /// Where the registers of the first card lie: in the hole below 4 GiB, where other small machines
 /// have theirs, too. A page for each card.
 pub(crate) const MMIO_START: u64 = 0xd000_0000;
-pub(super) const MMIO_STRIDE: u64 = 0x1000;
+pub(crate) const MMIO_STRIDE: u64 = 0x1000;
 /// One past the registers of the last card that there may be.
 pub(crate) const MMIO_END: u64 = MMIO_START + MMIO_STRIDE * super::NICS_MAX as u64;
 
