@@ -425,9 +425,10 @@ impl Attempt {
         (outcome, self.protocol.into_ledger())
     }
 
-    /// A step panicked. A guest that was to run is started, whatever else went wrong; what was not
-    /// yet to run never will, and the source is told so: whether the guest is here. If this panics
-    /// in turn, call it again: it goes on behind what panicked.
+    /// A step panicked. A guest that was to run is started, whatever else went wrong, its owner gets
+    /// the machine, and its devices go on; what was not yet to run never will, and the source is
+    /// told so: whether the guest is here. If this panics in turn, call it again: it goes on behind
+    /// what panicked.
     pub fn end_by_panic(&mut self, io: &mut impl DestinationIo, reason: &str) -> bool {
         let is_here = self.protocol.has_made_permit();
         while let Some(action) = self.protocol.poll_action() {
@@ -438,6 +439,13 @@ impl Attempt {
         if is_here {
             self.receiving.drop_intake();
             self.start_guest(io);
+            // Its owner first: until he has the machine, nobody else holds it.
+            if !mem::replace(&mut self.is_decided, true) {
+                io.decide(Fate::Committed, self.vmm.as_ref());
+            }
+            if let Some(vmm) = &self.vmm {
+                self.life.resume_started(io, vmm.as_ref());
+            }
         } else {
             if !mem::replace(&mut self.has_panicked, true) {
                 io.queue(&Control::Abandon(Abandon::because(reason)));

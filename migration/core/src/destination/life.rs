@@ -56,7 +56,15 @@ impl Life {
 
     /// Tells the devices to go on, once the guest does.
     pub(super) fn resume_devices(&mut self, io: &impl DestinationIo, vmm: &dyn DestinationVmm) {
-        if self.observed_until.is_some() && matches!(self.resume, Resume::Due) {
+        if self.observed_until.is_some() {
+            self.resume_started(io, vmm);
+        }
+    }
+
+    /// As [`Life::resume_devices`], for a guest that is known to have been started. A call that
+    /// panicked is not repeated.
+    pub(super) fn resume_started(&mut self, io: &impl DestinationIo, vmm: &dyn DestinationVmm) {
+        if matches!(self.resume, Resume::Due) {
             self.resume = Resume::Begun(io.now());
             vmm.begin_resume(&io.waker());
         }

@@ -15,6 +15,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Duration;
@@ -26,9 +27,21 @@ const T0: Instant = Instant(1_000_000_000);
 /// What was asked for, in its order.
 type Log = Rc<RefCell<Vec<String>>>;
 
+/// What panics while the guest is started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PanicsIn {
+    Nothing,
+    Close,
+    /// With the vCPUs running.
+    Start,
+    Resume,
+}
+
 struct Vmm {
     ram: Arc<GuestRam>,
     started: Mutex<Option<(RunPermit, RunState)>>,
+    resumes: AtomicU32,
+    panics_in: PanicsIn,
 }
 
 impl DestinationVmm for Vmm {
@@ -48,6 +61,12 @@ impl DestinationVmm for Vmm {
     fn start(&self, permit: RunPermit, state: RunState) {
         let before = self.started.lock().unwrap().replace((permit, state));
         assert!(before.is_none(), "one guest, one start");
+        assert_ne!(self.panics_in, PanicsIn::Start, "a test wants it");
+    }
+
+    fn begin_resume(&self, _: &Waker) {
+        self.resumes.fetch_add(1, Ordering::Relaxed);
+        assert_ne!(self.panics_in, PanicsIn::Resume, "a test wants it");
     }
 
     fn observer(&self) -> Option<&dyn GuestObserver> {
@@ -105,7 +124,6 @@ struct Script {
     heard: u64,
     unsent: usize,
     vmm: Arc<Vmm>,
-    intake_panics: bool,
     memory_max: ByteCount,
 }
 
@@ -162,20 +180,25 @@ impl DestinationIo for Script {
 
     fn open_intake(&mut self, _: &Arc<GuestRam>) -> Result<Box<dyn Intake>, Error> {
         let log = Rc::clone(&self.log);
-        Ok(Box::new(FakeIntake { log, panics: self.intake_panics }))
+        Ok(Box::new(FakeIntake { log, panics: self.vmm.panics_in == PanicsIn::Close }))
     }
 
     fn drop_channels(&mut self) {}
 
     fn digest(&mut self, _: &Arc<GuestRam>) {}
 
-    fn decide(&mut self, fate: Fate, _: Option<&Arc<dyn DestinationVmm>>) {
+    fn decide(&mut self, fate: Fate, vmm: Option<&Arc<dyn DestinationVmm>>) {
+        assert_eq!(vmm.is_some(), fate == Fate::Committed);
         self.log.borrow_mut().push(format!("{fate:?}"));
     }
 }
 
 impl Script {
     fn new() -> Script {
+        Script::with(PanicsIn::Nothing)
+    }
+
+    fn with(panics_in: PanicsIn) -> Script {
         let range = PageRange::try_new(Gfn(0), PageCount(PAGES)).unwrap();
         let ram = Arc::new(GuestRam::create(&[range]).unwrap());
         Script {
@@ -186,8 +209,12 @@ impl Script {
             flood: false,
             heard: 0,
             unsent: 0,
-            vmm: Arc::new(Vmm { ram, started: Mutex::new(None) }),
-            intake_panics: false,
+            vmm: Arc::new(Vmm {
+                ram,
+                started: Mutex::new(None),
+                resumes: AtomicU32::new(0),
+                panics_in,
+            }),
             memory_max: ByteCount(PAGES * 4096),
         }
     }
@@ -353,18 +380,24 @@ fn a_guest_that_is_hardly_too_large_is_told_how_much() {
     assert!(reason.to_string().contains(&told), "{reason}");
 }
 
-/// Whatever panics between the making of the right and its use, the guest gets it.
+/// Whatever panics between the making of the right and the end of its use, the guest gets it, its
+/// owner gets the machine, and the devices go on.
 #[test]
 fn a_panic_does_not_lose_the_right_to_run_the_guest() {
-    let mut io = Script::new();
-    io.intake_panics = true;
-    let mut attempt = io.armed();
-    io.commit();
-    let panicked = catch_unwind(AssertUnwindSafe(|| attempt.step(&mut io)));
-    assert!(panicked.is_err() && !io.is_started());
-    assert!(attempt.end_by_panic(&mut io, "a test wants it"));
-    assert!(io.is_started());
-    assert_eq!(attempt.give_up().fate(ID), Fate::Committed);
+    for panics_in in [PanicsIn::Close, PanicsIn::Start, PanicsIn::Resume] {
+        let mut io = Script::with(panics_in);
+        let mut attempt = io.armed();
+        io.commit();
+        let panicked = catch_unwind(AssertUnwindSafe(|| attempt.step(&mut io)));
+        assert!(panicked.is_err(), "{panics_in:?}");
+        assert_eq!(io.is_started(), panics_in != PanicsIn::Close);
+        io.asked();
+        assert!(attempt.end_by_panic(&mut io, "a test wants it"));
+        assert!(io.is_started());
+        assert_eq!(io.asked(), ["Committed"], "{panics_in:?}: decided, with the machine");
+        assert_eq!(io.vmm.resumes.load(Ordering::Relaxed), 1, "{panics_in:?}");
+        assert_eq!(attempt.give_up().fate(ID), Fate::Committed);
+    }
 }
 
 #[test]
