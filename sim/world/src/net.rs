@@ -258,6 +258,11 @@ pub(crate) struct End<Event: FromWire> {
 }
 
 impl<Event: FromWire> End<Event> {
+    /// Breaks the connection, with all that is on its way and unread.
+    pub(crate) fn reset(&self) {
+        self.net.harm(self.wire, Harm::Reset);
+    }
+
     pub(crate) fn wire(&self) -> WireId {
         self.wire
     }

@@ -403,6 +403,10 @@ impl SourceIo for Outside {
         })
     }
 
+    fn break_control(&mut self) {
+        self.control.stream().reset();
+    }
+
     fn sent(&self) -> Sent {
         self.lanes.as_ref().map_or(Sent::default(), PageLanes::sent)
     }

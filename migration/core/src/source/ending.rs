@@ -246,6 +246,22 @@ impl Attempt {
         }
     }
 
+    /// An operator wants to end an undecided attempt. What has come from the destination counts
+    /// first: to break the connection throws it away, and it may be that the guest runs there.
+    pub(super) fn begin_override(&mut self, by: OperatorOverride, io: &mut dyn SourceIo) {
+        self.read_all_control(io);
+        self.settle(io);
+        if !matches!(self.phase(), SourcePhase::Committing | SourcePhase::Undecided) {
+            info!(?by, "an operator's override came too late: the migration is settled");
+            return;
+        }
+        // A commit that did not get away yet must not arrive later on.
+        io.break_control();
+        self.lose_control("broken for its operator's override".to_owned());
+        self.ending.overriding.get_or_insert(by);
+        self.ask(io);
+    }
+
     pub(super) fn on_answer(&mut self, answer: Result<Answer, Error>, io: &mut dyn SourceIo) {
         let question = &mut self.ending.question;
         question.is_asking = false;

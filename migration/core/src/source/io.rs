@@ -45,6 +45,10 @@ pub trait SourceIo {
     /// The next message of the peer, if it is there.
     fn receive(&mut self) -> Result<Option<Control>, Lost>;
 
+    /// Breaks the control connection: nothing that was sent and is still at this host may reach the
+    /// peer later on. What came and was not received is lost with it.
+    fn break_control(&mut self);
+
     /// What was sent by all lanes so far.
     fn sent(&self) -> Sent;
 
@@ -189,8 +193,7 @@ pub enum Event {
     HostFailed(Error),
     /// The owner wants an undecided attempt settled.
     Resolve,
-    /// An operator wants to end one. The control connection is broken before this is told: nothing
-    /// that was sent and is still at this host may reach the peer later on.
+    /// An operator wants to end one.
     Override(OperatorOverride),
     /// What the destination said of one.
     Asked(Result<Answer, Error>),

@@ -84,10 +84,7 @@ impl Attempt {
             Event::LaneRoom => self.precopy.on_room(),
             Event::BarrierSent { round } => self.on_barrier(round, io),
             Event::Resolve => self.ask(io),
-            Event::Override(by) => {
-                self.ending.overriding.get_or_insert(by);
-                self.ask(io);
-            }
+            Event::Override(by) => self.begin_override(by, io),
             Event::Asked(answer) => self.on_answer(answer, io),
         }
     }
@@ -131,6 +128,17 @@ impl Attempt {
             self.peer.open = false;
             let reason = "messages without end".to_owned();
             self.tell(SourceEvent::Malformed { reason });
+        }
+    }
+
+    /// Takes in all that the peer has said, if that has an end.
+    pub(super) fn read_all_control(&mut self, io: &mut dyn SourceIo) {
+        loop {
+            self.peer.unread = false;
+            self.read_control(io);
+            if !self.peer.has_unread() {
+                return;
+            }
         }
     }
 

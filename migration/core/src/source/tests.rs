@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{GuestObserver, Outcome, Paused, Rehearsal, Report, RunState, SourceVmm};
-use martlet_protocol::{RunPermit, limits};
+use martlet_protocol::{OperatorOverride, OperatorsWord, RunPermit, limits};
 use martlet_ram::{Chunk, DirtySource, GuestRam, RegionIndex, TrackError, Tracker};
 use martlet_units::{ByteCount, Gfn, PageRange};
 use martlet_wire::control::{
@@ -128,6 +128,8 @@ enum Stall {
     ManyLastPages,
     State,
     Digest,
+    /// A commit is not answered.
+    Commit,
 }
 
 struct Outside {
@@ -140,6 +142,7 @@ struct Outside {
     lost: Option<Lost>,
     floods: Option<Control>,
     received: usize,
+    has_broken: bool,
     told: Vec<Control>,
     events: Vec<Event>,
     lanes: Option<OneLane>,
@@ -275,7 +278,7 @@ impl SourceIo for Outside {
             Control::Rehearse(_) if self.stall != Stall::Rehearsed => {
                 Control::Rehearsed(Rehearsed { load_ns: 1, start_ns: 1 })
             }
-            Control::Commit(_) => {
+            Control::Commit(_) if self.stall != Stall::Commit => {
                 let now = self.now.0;
                 let committed = Committed { commit_ns: now, ready_ns: now, started_ns: now };
                 self.inbox.push_back(Control::Committed(committed));
@@ -304,6 +307,11 @@ impl SourceIo for Outside {
             (None, Some(lost)) => Err(lost),
             (None, None) => Ok(None),
         }
+    }
+
+    fn break_control(&mut self) {
+        self.inbox.clear();
+        self.has_broken = true;
     }
 
     fn sent(&self) -> Sent {
@@ -386,6 +394,7 @@ fn scene_within(stall: Stall, within: Option<Within>) -> Scene {
         lost: None,
         floods: None,
         received: 0,
+        has_broken: false,
         told: Vec::new(),
         events: Vec::new(),
         lanes: None,
@@ -671,4 +680,32 @@ fn a_guest_that_takes_too_long_is_throttled_if_its_owner_wants_that() {
     assert_eq!(outrun(None), 0);
     let within = Within { limit: Duration::from_secs(3), then: Then::Throttle };
     assert!(outrun(Some(within)) > 0);
+}
+
+/// To break the connection throws away what has come by it.
+#[test]
+fn an_override_hears_first_what_the_destination_has_said() {
+    let committed = Control::Committed(Committed { commit_ns: 1, ready_ns: 2, started_ns: 3 });
+    let pong = Control::Pong(Pong { sent_ns: 1_000_000_000, answered_ns: 0 });
+    for (messages, outcome) in [
+        (vec![], Outcome::Failed),
+        (vec![committed.clone()], Outcome::Completed),
+        // Behind more than is taken in one look.
+        ([vec![pong; 100], vec![committed]].concat(), Outcome::Completed),
+    ] {
+        let mut scene = scene(Stall::Commit);
+        scene.run(LONG);
+        assert_eq!(scene.ended().outcome, Outcome::Undecided);
+        let is_silent = messages.is_empty();
+        scene.outside.inbox.extend(messages);
+        let by = OperatorOverride::RunHere(OperatorsWord::given_by_a_person());
+        scene.attempt.on_event(Event::Override(by));
+        scene.step();
+        assert_eq!(scene.outside.has_broken, is_silent);
+        let gone = Error::new(Fault::Peer, "ask the destination", "it does not answer");
+        scene.attempt.on_event(Event::Asked(Err(gone)));
+        scene.run(LONG);
+        assert_eq!(scene.ended().outcome, outcome);
+        assert_eq!(scene.outside.vmm.permit.lock().unwrap().is_some(), is_silent);
+    }
 }

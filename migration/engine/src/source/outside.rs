@@ -115,13 +115,7 @@ impl<'ram> Outside<'ram> {
             Event::BarrierSent { round } => source::Event::BarrierSent { round },
             Event::LaneRoom => source::Event::LaneRoom,
             Event::LaneLost(error) => source::Event::LaneLost(error),
-            Event::Attempt(event) => {
-                if matches!(event, source::Event::Override(_)) {
-                    // A commit that did not get away yet must not arrive later on.
-                    self.control.stream().abort();
-                }
-                event
-            }
+            Event::Attempt(event) => event,
         })
     }
 
@@ -270,6 +264,10 @@ impl SourceIo for Outside<'_> {
             ReceiveError::Protocol(_) | ReceiveError::Refused(_) => Lost::Malformed(chain(&error)),
             _ => Lost::Gone(chain(&error)),
         })
+    }
+
+    fn break_control(&mut self) {
+        self.control.stream().abort();
     }
 
     fn sent(&self) -> Sent {
