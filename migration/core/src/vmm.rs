@@ -6,10 +6,12 @@ use martlet_ram::{GuestRam, TrackError, Tracker};
 use martlet_units::{ClockOffset, PageRange};
 pub use martlet_wire::control::OBSERVED_BYTES_MAX;
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Duration;
+use tracing::warn;
 
 /// Whether a guest runs or is paused by its owner. A paused guest stays paused across a
 /// migration, whether that succeeds or fails.
@@ -52,7 +54,7 @@ pub struct Rehearsal {
 /// [`Switchover`](crate::Switchover) as it is: only the owner knows what it means.
 pub trait GuestObserver: Send + Sync {
     /// What was seen of the guest in this process: at the source until it left, at the destination
-    /// since it arrived. At most [`OBSERVED_BYTES_MAX`]; a longer one is left out.
+    /// since it arrived. At most [`OBSERVED_BYTES_MAX`]; a longer one is left out, and one that panics.
     fn report(&self) -> Vec<u8>;
 
     /// At the destination, whether there is anything to wait for. The source is told that the guest
@@ -62,9 +64,15 @@ pub trait GuestObserver: Send + Sync {
     }
 }
 
-/// What an observer says, if there is one and it is not too long.
+/// What an observer says, if there is one and it is not too long. It is only reported: should it
+/// panic, what comes behind it in the migration comes all the same.
 pub(crate) fn observed(observer: Option<&dyn GuestObserver>) -> Option<Vec<u8>> {
-    observer.map(GuestObserver::report).filter(|report| report.len() <= OBSERVED_BYTES_MAX)
+    let observer = observer?;
+    let Ok(report) = catch_unwind(AssertUnwindSafe(|| observer.report())) else {
+        warn!("the guest's observer panicked; what it saw is not reported");
+        return None;
+    };
+    (report.len() <= OBSERVED_BYTES_MAX).then_some(report)
 }
 
 /// A machine whose guest can be moved away.

@@ -30,6 +30,8 @@ struct Vmm {
     throttled: AtomicU8,
     cancelled_stops: AtomicU32,
     resumes: AtomicU32,
+    observer_panics: AtomicBool,
+    has_moved_away: AtomicBool,
 }
 
 impl SourceVmm for Vmm {
@@ -80,6 +82,10 @@ impl SourceVmm for Vmm {
         *self.permit.lock().unwrap() = Some(permit);
     }
 
+    fn moved_away(&self) {
+        self.has_moved_away.store(true, Ordering::Relaxed);
+    }
+
     fn observer(&self) -> Option<&dyn GuestObserver> {
         Some(self)
     }
@@ -87,6 +93,7 @@ impl SourceVmm for Vmm {
 
 impl GuestObserver for Vmm {
     fn report(&self) -> Vec<u8> {
+        assert!(!self.observer_panics.load(Ordering::Relaxed), "a test wants it");
         b"it has left".to_vec()
     }
 }
@@ -384,6 +391,8 @@ fn scene_within(stall: Stall, within: Option<Within>) -> Scene {
         throttled: AtomicU8::new(0),
         cancelled_stops: AtomicU32::new(0),
         resumes: AtomicU32::new(0),
+        observer_panics: AtomicBool::new(false),
+        has_moved_away: AtomicBool::new(false),
     };
     let outside = Outside {
         now,
@@ -708,4 +717,16 @@ fn an_override_hears_first_what_the_destination_has_said() {
         assert_eq!(scene.ended().outcome, outcome);
         assert_eq!(scene.outside.vmm.permit.lock().unwrap().is_some(), is_silent);
     }
+}
+
+/// What it saw is only reported; what the guest needed here is freed all the same.
+#[test]
+fn an_observer_that_panics_keeps_nothing_of_a_guest_that_has_left() {
+    let mut scene = scene(Stall::Never);
+    scene.outside.vmm.observer_panics.store(true, Ordering::Relaxed);
+    scene.run(LONG);
+    let report = scene.ended();
+    assert_eq!(report.outcome, Outcome::Completed, "{report:?}");
+    assert_eq!(report.switchover.expect("it came to one").source_observed, None);
+    assert!(scene.outside.vmm.has_moved_away.load(Ordering::Relaxed));
 }
