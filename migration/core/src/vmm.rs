@@ -54,7 +54,8 @@ pub struct Rehearsal {
 /// [`Switchover`](crate::Switchover) as it is: only the owner knows what it means.
 pub trait GuestObserver: Send + Sync {
     /// What was seen of the guest in this process: at the source until it left, at the destination
-    /// since it arrived. At most [`OBSERVED_BYTES_MAX`]; a longer one is left out, and one that panics.
+    /// since it arrived. At most [`OBSERVED_BYTES_MAX`]; a longer one is left out, as is one that
+    /// panics.
     fn report(&self) -> Vec<u8>;
 
     /// At the destination, whether there is anything to wait for. The source is told that the guest

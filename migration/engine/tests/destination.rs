@@ -4,13 +4,16 @@
 
 mod fake;
 
-use fake::{FakeFactory, FakeVmm, line};
-use martlet_engine::{MigrateOptions, Migration, Outcome, ReceiveStatus, Receiver, Report};
+use fake::{FakeFactory, FakeVmm, Large, line};
+use martlet_engine::{
+    BuildRequest, DestinationVmm, Error, MigrateOptions, Migration, Outcome, ReceiveStatus,
+    Receiver, Report,
+};
 use martlet_transport::{Address, Target, Until, connect_all};
 use martlet_wire::hello::Hello;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -111,6 +114,34 @@ fn a_panic_behind_the_start_takes_no_guest_away() {
     assert!(there.is_running() && !source.holds_permit());
     source.quit();
     there.quit();
+}
+
+/// It may move on, and its memory is not to stay for those who ask what became of it.
+#[test]
+fn a_machine_that_was_handed_out_is_its_owners_alone() {
+    let factory = |_: &BuildRequest<'_>| -> Result<Arc<dyn DestinationVmm>, Error> {
+        let vmm = FakeVmm::new();
+        Ok(vmm)
+    };
+    let listen: Address = "tcp:127.0.0.1:0".parse().unwrap();
+    let receiver = Receiver::start(&listen, Arc::new(factory), Default::default()).unwrap();
+    let source = FakeVmm::booted();
+    assert_eq!(migrate(&source, &receiver).outcome, Outcome::Completed);
+    assert_eq!(receiver.wait(LIMIT), ReceiveStatus::Arrived);
+    assert!(receiver.machine::<Large>().is_none(), "it is of another type, and stays");
+    let machine = receiver.machine::<FakeVmm>().unwrap();
+    assert!(receiver.machine::<FakeVmm>().is_none(), "there is one");
+    let left = Arc::downgrade(&machine);
+    machine.quit();
+    drop(machine);
+    // The attempt may still be about to end.
+    let until = Instant::now() + LIMIT;
+    while left.upgrade().is_some() {
+        assert!(Instant::now() < until, "somebody keeps it");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(receiver.status(), ReceiveStatus::Arrived);
+    source.quit();
 }
 
 #[test]

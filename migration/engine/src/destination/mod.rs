@@ -14,7 +14,6 @@ pub use martlet_core::destination::ReceiveStatus;
 use martlet_transport::{Address, Listener, Stream};
 use martlet_units::ByteCount;
 use shared::Shared;
-use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -88,10 +87,11 @@ impl Receiver {
         self.shared.failures()
     }
 
-    /// The machine whose guest has arrived, if the factory made it as this type.
+    /// Hands out the machine whose guest has arrived, if the factory made it as this type. Once: the
+    /// receiver keeps nothing of it then, and when the guest has moved on, its memory is free as soon
+    /// as the caller drops the machine, even while this still answers those who ask what became of it.
     pub fn machine<V: DestinationVmm>(&self) -> Option<Arc<V>> {
-        let machine: Arc<dyn Any + Send + Sync> = self.shared.arrived()?;
-        machine.downcast().ok()
+        self.shared.take_arrived()
     }
 
     /// Waits until the status is `Arrived` or `Stopped`, at most `timeout`; returns the status.

@@ -9,6 +9,7 @@ use martlet_protocol::Ledger;
 use martlet_transport::{Stream, Wake};
 use martlet_wire::control::{Answer, Fate, InstanceId, MigrationId};
 use martlet_wire::hello::{Hello, HelloReply, Role, Status};
+use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,7 @@ pub(super) struct Shared {
 
 struct Inner {
     desk: Desk,
+    /// The machine whose guest has arrived, until its owner has it.
     arrived: Option<Arc<dyn DestinationVmm>>,
     /// Of the attempt under way.
     events: Option<Arc<Mailbox<Event>>>,
@@ -129,9 +131,13 @@ impl Shared {
         });
     }
 
-    /// The machine whose guest has arrived.
-    pub(super) fn arrived(&self) -> Option<Arc<dyn DestinationVmm>> {
-        self.lock().arrived.clone()
+    /// Gives away the machine whose guest has arrived, if it is of this type.
+    pub(super) fn take_arrived<V: DestinationVmm>(&self) -> Option<Arc<V>> {
+        let arrived = &mut self.lock().arrived;
+        let machine: Arc<dyn Any + Send + Sync> = arrived.clone()?;
+        let machine = machine.downcast().ok()?;
+        *arrived = None;
+        Some(machine)
     }
 
     /// Ends the attempt under way; the next one may begin. `error` says why no guest has arrived.

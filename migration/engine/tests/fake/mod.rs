@@ -534,7 +534,7 @@ pub struct FakeFactory {
 }
 
 /// A machine whose end takes its time, as that of a large memory does.
-struct Large {
+pub struct Large {
     vmm: Arc<FakeVmm>,
     hold_drop: Arc<AtomicBool>,
 }
