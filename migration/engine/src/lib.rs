@@ -34,9 +34,10 @@
 //! ```
 //!
 //! After 4 no device touches guest memory, after 5 nobody does, and all that was written is in the
-//! tracker. Steps 2 and 3 may come again. If an attempt fails before the commit, between 6 and 7,
-//! [`SourceVmm::resume`] undoes what was begun of 4 and 5, and the tracker is dropped: the guest runs
-//! on as if nothing had been, and the next attempt may begin.
+//! tracker. Steps 2 and 3 may come again. If an attempt fails before the commit, between 6 and 7, or
+//! its destination has proved later on that the guest never ran there, [`SourceVmm::resume`] undoes
+//! what was begun of 4 and 5, and the tracker is dropped: the guest runs on as if nothing had been,
+//! and the next attempt may begin.
 //!
 //! # Who owns what
 //!
@@ -46,8 +47,8 @@
 //!   its threads may read or write there.
 //! * The tracker is the engine's for one attempt; there is never a second one for the same memory.
 //! * The VMM is shared (`Arc<dyn SourceVmm>`), and [`Receiver::machine`] hands out the one whose guest
-//!   has arrived. Calls come from the engine's threads, one at a time for
-//!   an attempt.
+//!   has arrived. Calls come from the engine's threads, one at a time for an attempt, but for a
+//!   rehearsal that an attempt has stopped waiting for: its end and the next attempt may call beside it.
 //!
 //! # An example
 //!
@@ -62,7 +63,8 @@
 //! made installs a handler of SIGBUS, once. It passes on what is not about guest memory to the one
 //! before it; a VMM that installs its own later passes on likewise what it does not know.
 
-// What the names above and below are made of: a VMM needs no other crate of martlet's.
+// What the names above and below are made of: a VMM needs no other crate of martlet's, but for DSA work
+// queues.
 pub use martlet_policy::Prediction;
 pub use martlet_protocol::{OperatorOverride, OperatorsWord, RunPermit};
 #[cfg(feature = "vm-memory")]

@@ -171,8 +171,7 @@ pub enum Outcome {
     },
     /// The device was full at every try.
     Rejected,
-    /// No answer by the deadline. The device gets nothing more until it is
-    /// [heard](Admission::on_heard).
+    /// No answer by the deadline. The device gets nothing more.
     TimedOut,
     /// The device answered with an error. It gets nothing for a while.
     Failed,

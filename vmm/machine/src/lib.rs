@@ -10,7 +10,8 @@
 //! owner --> Machine <-- engine            phase.rs: who may order what
 //!             |  \__ Group: vCPU threads, one order word, the permit while the guest runs
 //!             |          \__ VcpuBackend: kvm/vcpu.rs | threads/
-//!             |__ VmBackend: kvm/vm.rs | threads/     \__ Bus: serial, reset, debug port, cards
+//!             |__ VmBackend: kvm/vm.rs | threads/     \__ Bus: serial, reset, power button, clock,
+//!             |                                            debug port, cards
 //!             |__ Nics: devices/virtio/, over whatever `VdpaDevice`s the owner gives
 //!             |__ GuestMemory
 //! ```
