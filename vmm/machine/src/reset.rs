@@ -5,8 +5,9 @@
 //! the first instruction. All that is written to memory is known to dirty tracking, so a migration
 //! that is under way goes on and moves the guest that boots.
 //!
-//! Memory takes its time, a second for some GiB. The machine's lock is free meanwhile, and nobody
-//! but the thread of a reset, or an owner who orders one, waits for it.
+//! Memory takes its time, a second for some GiB, and a device that does not answer takes seconds. The
+//! machine's lock is free meanwhile, and nobody but the thread of a reset, or an owner who orders
+//! one, waits for it.
 
 use crate::clock;
 use crate::machine::{Control, EndCause, Machine};
@@ -132,14 +133,16 @@ impl Machine {
             self.group.begin_leave();
             control.permit = self.group.wait_out();
         }
-        let begun = match wish {
-            Wish::Guest if !self.resets.is_allowed(clock::now()) => {
-                Err(format!("it did so {RESETS_MAX} times within {RESETS_TIME:?}"))
-            }
-            Wish::Guest | Wish::Owner => self.load_power_on(),
+        let is_allowed = match wish {
+            Wish::Guest => self.resets.is_allowed(clock::now()),
+            Wish::Owner => true,
         };
         drop(control);
-        let booted = begun.and_then(|power_on| self.fill(&power_on));
+        let booted = if is_allowed {
+            self.boot_again()
+        } else {
+            Err(format!("it did so {RESETS_MAX} times within {RESETS_TIME:?}"))
+        };
         let mut control = lock(&self.control);
         // Or it was quit meanwhile.
         if control.step("reset it", Event::EndReset).is_err() {
@@ -157,11 +160,26 @@ impl Machine {
         }
     }
 
-    /// All but memory. While no vCPU runs.
-    fn load_power_on(&self) -> Result<PowerOn, String> {
+    /// Loads all of the power-on; the phase keeps everybody else away. What comes of it is nothing
+    /// if the machine is quit meanwhile.
+    fn boot_again(&self) -> Result<(), String> {
         let power_on = power_on::read(&self.memory)?;
         // Devices and the hypervisor write the guest's memory by themselves until they are reset.
+        // Without the lock: a device is waited for, and an engine that gives up a stop meanwhile,
+        // because the device does not answer, must not be.
         self.nics.reset();
+        {
+            let control = lock(&self.control);
+            if !matches!(control.phase, Phase::Resetting(_)) {
+                return Ok(());
+            }
+            self.load_power_on(&power_on)?;
+        }
+        self.fill(&power_on)
+    }
+
+    /// All but devices and memory. While no vCPU runs, under the lock.
+    fn load_power_on(&self, power_on: &PowerOn) -> Result<(), String> {
         let SavedMachine { vcpus, vm, serial, board, .. } = power_on.state.clone();
         if vcpus.len() != self.group.len() {
             return Err(format!("states of {} vCPUs for {}", vcpus.len(), self.group.len()));
@@ -175,7 +193,7 @@ impl Machine {
         self.bus.load_board(board.as_ref());
         let entered = self.group.wait_loaded().map_err(|(number, e)| format!("vCPU {number}: {e}"));
         loaded.and(serial).and(entered)?;
-        Ok(power_on)
+        Ok(())
     }
 
     fn fill(&self, power_on: &PowerOn) -> Result<(), String> {

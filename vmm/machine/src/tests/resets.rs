@@ -1,4 +1,5 @@
 use super::elf::{Scratch, boots, pvh};
+use super::loopback::Trouble;
 use super::moving::move_guest_to;
 use super::*;
 use crate::phase::{Event, Phase};
@@ -208,6 +209,39 @@ fn a_guest_with_network_cards_is_reset() {
     nics::assert_frames_flow(&machine, 100);
     machine.reset_by_owner().unwrap();
     nics::assert_frames_flow(&machine, 100);
+}
+
+/// A card that does not answer is waited for by the reset's thread alone: the engine gives up its
+/// stop meanwhile.
+#[test]
+fn a_silent_card_keeps_only_the_reset_waiting() {
+    if !has_kvm() {
+        return;
+    }
+    let cards = nics::loopbacks(1, 2);
+    let source = nics::with_cards(&program(nics::LOAD, 64, 1), &cards);
+    cards[0].set_trouble(Trouble { silent: true, ..Trouble::default() });
+    source.begin_suspend(Waker::noop());
+    wait_for("the card to be told", || {
+        assert!(source.poll_suspended().is_pending());
+        cards[0].take_calls().contains(&"begin_suspend")
+    });
+    let begin = Instant::now();
+    let resetting = Arc::clone(&source);
+    let reset = std::thread::spawn(move || resetting.reset_by_owner());
+    wait_for("the reset", || {
+        matches!(lock(&source.control).phase, Phase::Resetting(_)) || reset.is_finished()
+    });
+    source.begin_pause(Waker::noop());
+    assert!(source.poll_paused().is_pending());
+    source.resume(None);
+    // Half of what the reset waits for the card.
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    assert!(!reset.is_finished());
+    cards[0].set_trouble(Trouble::default());
+    reset.join().unwrap().unwrap();
+    source.nics.settle().unwrap();
+    nics::assert_frames_flow(&source, 100);
 }
 
 /// KVM writes nowhere any more by itself.
