@@ -18,7 +18,7 @@ const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const EFER_LMA: u64 = 1 << 10;
 const SREGS2_FLAGS_PDPTRS_VALID: u64 = 1;
-/// Allows the guest to switch on VMX, which a nested state needs.
+/// Allows the guest to switch on VMX, which a nested state needs; a host's 0 switches it off.
 const MSR_IA32_FEATURE_CONTROL: u32 = 0x3a;
 
 /// Reads everything. The vCPU is out of the guest and its last instruction is complete.
@@ -59,11 +59,12 @@ pub(super) fn save(fd: &VcpuFd, common: &VcpuCommon) -> Result<SavedVcpu, Backen
 /// Writes everything, but for what is as it was `before`, which was loaded last and not run; and
 /// but for [`release`]'s part. A rehearsal has no clock to set.
 ///
-/// The order matters: the APIC's base (in the special registers) decides how the APIC's registers
-/// are read, and EFER whether there can be a nested state; XCR0 decides what of the XSAVE area
-/// counts; the VM's I/O APIC may raise interrupts in the local ones as it is loaded, so those
-/// follow it; the APIC's timer is set going by the TSC, and the deadline needs its mode; events
-/// come last, because most other calls drop them.
+/// The order matters: a vCPU that a reset finds in VMX operation has to leave it before its special
+/// registers can be as at the power-on; the APIC's base (in the special registers) decides how the
+/// APIC's registers are read, and EFER whether there can be a nested state; XCR0 decides what of
+/// the XSAVE area counts; the VM's I/O APIC may raise interrupts in the local ones as it is loaded,
+/// so those follow it; the APIC's timer is set going by the TSC, and the deadline needs its mode;
+/// events come last, because most other calls drop them.
 pub(super) fn load(
     fd: &VcpuFd,
     common: &VcpuCommon,
@@ -71,6 +72,9 @@ pub(super) fn load(
     before: Option<&SavedVcpu>,
     what_for: LoadFor,
 ) -> Result<(), BackendError> {
+    if before.is_none() {
+        set_feature_control(fd, saved)?;
+    }
     if before.map(|b| (&b.sregs, b.pdptrs)) != Some((&saved.sregs, saved.pdptrs)) {
         set_sregs(fd, common, saved)?;
     }
@@ -170,11 +174,18 @@ fn set_sregs(fd: &VcpuFd, common: &VcpuCommon, saved: &SavedVcpu) -> Result<(), 
     }
 }
 
+/// With 0, as at the power-on, KVM ends VMX operation (arch/x86/kvm/vmx/vmx.c, vmx_set_msr). While
+/// that lasts it refuses a CR4 without VMXE, and so the power-on's special registers
+/// (vmx/nested.h, nested_cr4_valid).
+fn set_feature_control(fd: &VcpuFd, saved: &SavedVcpu) -> Result<(), BackendError> {
+    let control = saved.msrs.iter().find(|msr| msr.index == MSR_IA32_FEATURE_CONTROL);
+    // A host without it refuses it: nobody is in VMX operation there.
+    control.map_or(Ok(()), |control| msrs::write(fd, &[*control]).map(drop))
+}
+
 fn set_nested(fd: &VcpuFd, saved: &SavedVcpu) -> Result<(), BackendError> {
     let Some(nested) = &saved.nested else { return Ok(()) };
-    if let Some(control) = saved.msrs.iter().find(|msr| msr.index == MSR_IA32_FEATURE_CONTROL) {
-        msrs::write(fd, &[*control])?;
-    }
+    set_feature_control(fd, saved)?;
     match raw::set_nested_state(fd, nested) {
         Ok(()) => Ok(()),
         // A host that can't nest takes a guest that could and does not.
