@@ -100,8 +100,9 @@ pub(super) fn load(
     // Also if it is 0: an earlier state may have armed it.
     let deadline = SavedNumbered { index: MSR_IA32_TSC_DEADLINE, value: saved.tsc_deadline };
     msrs::write(fd, &[deadline])?;
-    // Of all that is loaded only the special registers can change it.
-    if before.map(|b| (&b.sregs, b.mp_state)) != Some((&saved.sregs, saved.mp_state)) {
+    // Of all that is loaded only the special registers and the nested state can change it.
+    let as_before = Some((&saved.sregs, &saved.nested, saved.mp_state));
+    if before.map(|b| (&b.sregs, &b.nested, b.mp_state)) != as_before {
         kvm("KVM_SET_MP_STATE", fd.set_mp_state(kvm_mp_state { mp_state: saved.mp_state }))?;
     }
     kvm("KVM_SET_VCPU_EVENTS", fd.set_vcpu_events(&saved.events.clone().into()))
