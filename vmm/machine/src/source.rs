@@ -76,6 +76,10 @@ impl SourceVmm for Machine {
         let mut control = lock(&self.control);
         control.stop_wanted = Some(wake.clone());
         self.begin_wanted_stop(&mut control);
+        // Or there was no thread for the reset that it waits for, and there is none to come.
+        if control.stop_wanted.is_some() && self.is_reset_asked() {
+            self.group.ask_reset();
+        }
     }
 
     fn poll_paused(&self) -> Poll<Result<Paused, Error>> {

@@ -368,6 +368,24 @@ fn a_stop_waits_for_a_reset() {
     assert_sound(&machine);
 }
 
+/// The guest asked when its host had no thread for it.
+#[test]
+fn a_stop_asks_again_for_a_reset_that_never_began() {
+    if !has_kvm() {
+        return;
+    }
+    let machine = running(&program("fill=8M,ws=2M,rate=4/ms,tick=100us", 32, 2));
+    wait_ready(&machine);
+    machine.group.end_for(EndCause::Reset);
+    machine.begin_pause(Waker::noop());
+    let paused = machine.wait_paused().unwrap();
+    assert_eq!(machine.resets(), (1, 0));
+    machine.take_state().unwrap();
+    machine.resume(Some(paused));
+    wait_ready(&machine);
+    assert_sound(&machine);
+}
+
 /// The wish comes from a vCPU that is on its way out.
 #[test]
 fn a_guest_that_resets_all_the_time_is_stopped() {
