@@ -18,8 +18,11 @@ pub(crate) const SCI_LINE: u32 = 15;
 /// What stands for "off" in the control register, as the DSDT says.
 pub(crate) const SLEEP_TYPE_OFF: u8 = 5;
 
-/// In status and enable: the power button.
+/// In status and enable: the power button. In enable: the global lock, which nobody here contends
+/// for, and of which a kernel complains if it can't wait for it.
 const POWER_BUTTON: u16 = 1 << 8;
+const GLOBAL_LOCK: u16 = 1 << 5;
+const ENABLE: u16 = POWER_BUTTON | GLOBAL_LOCK;
 /// Control: always in ACPI mode; the sleep type, and the bit that makes it so, which reads as 0.
 const SCI_ENABLED: u16 = 1;
 const SLEEP_TYPE_SHIFT: u32 = 10;
@@ -87,7 +90,7 @@ impl Board {
                 self.set_line();
             }
             PM1_ENABLE => {
-                registers.pm1_enable = (registers.pm1_enable & !mask | value) & POWER_BUTTON;
+                registers.pm1_enable = (registers.pm1_enable & !mask | value) & ENABLE;
                 self.set_line();
             }
             PM1_CONTROL => {
@@ -128,7 +131,7 @@ impl Board {
     pub(super) fn load(&mut self, saved: &SavedBoard) {
         self.registers = SavedBoard {
             pm1_status: saved.pm1_status & POWER_BUTTON,
-            pm1_enable: saved.pm1_enable & POWER_BUTTON,
+            pm1_enable: saved.pm1_enable & ENABLE,
             pm1_control: saved.pm1_control & SLEEP_TYPE,
             clock_index: saved.clock_index & INDEX,
         };
@@ -242,7 +245,7 @@ mod tests {
         };
         board.load(&all);
         let saved = board.save();
-        assert_eq!((saved.pm1_status, saved.pm1_enable), (POWER_BUTTON, POWER_BUTTON));
+        assert_eq!((saved.pm1_status, saved.pm1_enable), (POWER_BUTTON, ENABLE));
         assert_eq!((saved.pm1_control, saved.clock_index), (SLEEP_TYPE, INDEX));
     }
 
