@@ -34,11 +34,15 @@ pub(super) const CLOCK_INDEX: u16 = 0x70;
 pub(super) const CLOCK_DATA: u16 = 0x71;
 /// The index port's highest bit masks the non-maskable interrupt.
 const INDEX: u8 = 0x7f;
-/// Register A: 32 kHz, no update in progress. B: 24 hours, binary coded decimal. D: the battery is
-/// good.
+/// Register A: 32 kHz. B: 24 hours, binary coded decimal. D: the battery is good.
 const REGISTER_A: u8 = 0x26;
 const REGISTER_B: u8 = 1 << 1;
 const REGISTER_D: u8 = 1 << 7;
+/// In register A. Who finds it clear reads registers of one second, if that takes less than what is
+/// left of one from here: on an MC146818 at 32 kHz 244 us and then an update of 1984 us, which ends
+/// with the second here; a little more.
+const UPDATE_IN_PROGRESS: u8 = 1 << 7;
+const UPDATE_FROM: Duration = Duration::from_micros(997_700);
 
 /// Sets a line's level.
 pub(crate) type SetLine = Arc<dyn Fn(bool) + Send + Sync>;
@@ -115,7 +119,7 @@ impl Board {
             PM1_CONTROL => registers.pm1_control | SCI_ENABLED,
             CLOCK_INDEX => {
                 let now = Duration::from_nanos(clock::realtime_ns());
-                u16::from_le_bytes([FLOATING, clock_register(registers.clock_index, now.as_secs())])
+                u16::from_le_bytes([FLOATING, clock_register(registers.clock_index, now)])
             }
             _ => u16::MAX,
         };
@@ -151,9 +155,10 @@ impl Board {
     }
 }
 
-/// A register of the clock at this time, in seconds since 1970.
-fn clock_register(index: u8, seconds: u64) -> u8 {
+/// A register of the clock at this time since 1970.
+fn clock_register(index: u8, time: Duration) -> u8 {
     const DAY: u64 = 24 * 60 * 60;
+    let seconds = time.as_secs();
     let (days, second) = (seconds / DAY, seconds % DAY);
     let (year, month, day) = date(days);
     let value = match index {
@@ -166,6 +171,9 @@ fn clock_register(index: u8, seconds: u64) -> u8 {
         8 => month,
         9 => year % 100,
         0x32 => year / 100,
+        0xa if time.subsec_nanos() >= UPDATE_FROM.subsec_nanos() => {
+            return REGISTER_A | UPDATE_IN_PROGRESS;
+        }
         0xa => return REGISTER_A,
         0xb => return REGISTER_B,
         0xd => return REGISTER_D,
@@ -253,8 +261,10 @@ mod tests {
     fn the_clock_tells_the_date() {
         // 2024-02-29 23:59:58, a Thursday, and the days around.
         let seconds = 1_709_251_198;
-        let registers =
-            |seconds| [0x32, 9, 8, 7, 6, 4, 2, 0].map(|index| clock_register(index, seconds));
+        let registers = |seconds| {
+            let time = Duration::from_secs(seconds);
+            [0x32, 9, 8, 7, 6, 4, 2, 0].map(|index| clock_register(index, time))
+        };
         assert_eq!(registers(seconds), [0x20, 0x24, 0x02, 0x29, 5, 0x23, 0x59, 0x58]);
         assert_eq!(registers(seconds + 2), [0x20, 0x24, 0x03, 0x01, 6, 0, 0, 0]);
         assert_eq!(registers(0), [0x19, 0x70, 1, 1, 5, 0, 0, 0]);
@@ -262,7 +272,19 @@ mod tests {
         assert_eq!(date(47_540), (2100, 2, 28));
         assert_eq!(date(47_541), (2100, 3, 1));
         let (mut board, _) = board();
-        board.write(CLOCK_INDEX, 0x8a);
-        assert_eq!(board.read(CLOCK_DATA), REGISTER_A, "no update is in progress");
+        board.write(CLOCK_INDEX, 0x8d);
+        assert_eq!(board.read(CLOCK_DATA), REGISTER_D, "the battery is good");
+    }
+
+    /// Registers that are read one after the other are of one second.
+    #[test]
+    fn the_clock_tells_that_an_update_is_near() {
+        let register_a = |micros| clock_register(0xa, Duration::from_micros(micros));
+        for second in [0, 1_709_251_198_000_000] {
+            assert_eq!(register_a(second), 0x26);
+            assert_eq!(register_a(second + 997_000), 0x26);
+            assert_eq!(register_a(second + 999_000), 0xa6);
+            assert_eq!(register_a(second + 999_999), 0xa6);
+        }
     }
 }
