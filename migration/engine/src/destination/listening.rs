@@ -2,7 +2,7 @@
 //! and answers the queries. It never waits for one of them.
 
 use super::events::Event;
-use super::places::{Connection, Places, Speaking};
+use super::places::{Connection, Places, Speaking, host_of};
 use super::serving;
 use super::shared::Shared;
 use crate::host;
@@ -127,7 +127,7 @@ impl Reception<'_> {
             match self.listener.try_accept() {
                 Ok(Some(stream)) => {
                     self.is_short = false;
-                    let from = stream.peer().map(|peer| peer.ip());
+                    let from = stream.peer().map(|peer| host_of(peer.ip()));
                     let speaking = Speaking::Greeting(Greeting::default(), stream);
                     let deadline = now.after(GREETING_MAX);
                     self.connections.keep(Connection { speaking, deadline, from });

@@ -6,15 +6,27 @@ use martlet_wire::hello::{HelloReply, Status};
 use rustix::event::PollFlags;
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 
 /// A connection that belongs nowhere yet.
 pub(super) struct Connection {
     pub(super) speaking: Speaking,
     /// It is closed then.
     pub(super) deadline: Instant,
-    /// The host that it comes from, if that is known.
+    /// The host that it comes from, by [`host_of`], if that is known.
     pub(super) from: Option<IpAddr>,
+}
+
+/// What stands for the host at an address. By IPv6 a host commonly has all addresses of a /64 for
+/// the asking, and would be as many hosts as it makes connections.
+pub(super) fn host_of(address: IpAddr) -> IpAddr {
+    const INTERFACE_BITS: u32 = 64;
+    match address.to_canonical() {
+        IpAddr::V6(address) => {
+            Ipv6Addr::from_bits(address.to_bits() >> INTERFACE_BITS << INTERFACE_BITS).into()
+        }
+        address @ IpAddr::V4(_) => address,
+    }
 }
 
 pub(super) enum Speaking {
@@ -139,5 +151,41 @@ impl Places {
         let Some(goes) = goes else { return false };
         self.taken.swap_remove(goes).turn_away();
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use martlet_wire::frame::Reader;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn a_host_with_many_addresses_takes_no_place_of_another() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let asking = |from: &str, deadline| {
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            drop(listener.accept().unwrap());
+            let link = ControlLink::new(Stream::from_tcp(stream).unwrap(), Reader::Answerer);
+            let from = Some(host_of(from.parse().unwrap()));
+            Connection { speaking: Speaking::Asking(link), deadline: Instant(deadline), from }
+        };
+        for other in ["2001:db8:0:2::1", "192.0.2.1", "::ffff:192.0.2.1"] {
+            let mut places = Places::default();
+            places.keep(asking(other, 0));
+            for i in 1..=Standing::Asking.places() {
+                places.keep(asking(&format!("2001:db8:0:1:{i:x}::{i:x}"), 1));
+            }
+            let host = host_of(other.parse().unwrap());
+            assert!(places.iter().any(|it| it.from == Some(host)), "{other}");
+            assert_eq!(places.iter().count(), Standing::Asking.places());
+        }
+    }
+
+    #[test]
+    fn hosts_by_ipv4_are_told_apart_however_they_are_written() {
+        let [one, mapped, two] = ["192.0.2.1", "::ffff:192.0.2.1", "::ffff:192.0.2.2"]
+            .map(|address| host_of(address.parse().unwrap()));
+        assert!(one == mapped && one != two);
     }
 }
