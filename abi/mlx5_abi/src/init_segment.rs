@@ -13,12 +13,9 @@ pub const CMDIF_REV_FW_SUB: u64 = 0x04;
 /// u32: high half of the command page's address. Written first.
 pub const CMDQ_ADDR_HIGH: u64 = 0x10;
 /// u32: low half of the command page's address, a multiple of 4096. On reads the low byte says
-/// what the queue looks like, see [`CommandQueueShape`]; bits 9:8 choose the interface, 0 for the
-/// full driver.
+/// what the queue looks like, see [`CommandQueueShape`]; bits 10:8 are the interface, one of
+/// [`nic_interface`].
 pub const CMDQ_ADDR_LOW: u64 = 0x14;
-/// In [`CMDQ_ADDR_LOW`]: no interface; the function is as after a reset (Linux `health.c`,
-/// `mlx5_set_nic_state`, `MLX5_NIC_IFC_DISABLED`).
-pub const INTERFACE_DISABLED: u32 = 1 << 8;
 /// u32: the command doorbell, one bit for each entry.
 pub const COMMAND_DOORBELL: u64 = 0x18;
 /// u32: bit 31 is set while the firmware starts; no command before it is clear.
@@ -38,6 +35,29 @@ pub const COMMAND_ENTRIES_MAX: u32 = 32;
 
 /// log2 of the command page's bytes.
 pub const LOG_COMMAND_PAGE: u32 = 12;
+
+/// Interfaces of a function (Linux `driver.h`, `MLX5_NIC_IFC_*`).
+pub mod nic_interface {
+    /// Of the full driver.
+    pub const FULL: u32 = 0;
+    /// None: the function is stopped. It is once the field **reads** so, which takes some time
+    /// after it was written (Linux `fw.c`, `mlx5_cmd_fast_teardown_hca`).
+    pub const DISABLED: u32 = 1;
+    /// The device is reset by its software.
+    pub const SW_RESET: u32 = 7;
+
+    /// The field in [`CMDQ_ADDR_LOW`](super::CMDQ_ADDR_LOW) (Linux `health.c`,
+    /// `mlx5_get_nic_state`).
+    pub const fn from_register(value: u32) -> u32 {
+        value >> 8 & 7
+    }
+
+    /// What to write so that a register which reads `value` has another interface, and the same
+    /// address (Linux `health.c`, `mlx5_set_nic_state`).
+    pub const fn to_register(value: u32, interface: u32) -> u32 {
+        value & 0xffff_f000 | (interface & 7) << 8
+    }
+}
 
 /// What the command queue looks like: the low byte of [`CMDQ_ADDR_LOW`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -181,3 +181,17 @@ fn numbers_have_names_and_unknown_ones_pass_through() {
         Opcode::KNOWN.iter().copied().filter(|opcode| opcode.is_throttled()).collect();
     assert_eq!(throttled, [0xa00, 0xa01, 0xa02, 0xa03].map(Opcode), "general objects");
 }
+
+/// `cmdq_addr_l_sz` as Linux' `mlx5_get_nic_state` and `mlx5_set_nic_state` have it.
+#[test]
+fn the_interface_is_bits_10_to_8() {
+    use martlet_mlx5_abi::init_segment::nic_interface::{
+        DISABLED, FULL, SW_RESET, from_register, to_register,
+    };
+    assert_eq!(
+        [0x1234_5056, 0x1234_5156, 0x1234_5756, 0x1234_5856].map(from_register),
+        [FULL, DISABLED, SW_RESET, FULL]
+    );
+    assert_eq!(to_register(0x1234_5756, DISABLED), 0x1234_5100);
+    assert_eq!(to_register(0x1234_5056, SW_RESET), 0x1234_5700);
+}

@@ -18,12 +18,13 @@
 mod rig;
 
 use martlet_device_io::Registers;
-use martlet_fault_plan::FaultPlan;
+use martlet_fault_plan::{FOR_EVER, FaultPlan, Rule};
 use martlet_mlx5::DeviceState;
 use martlet_mlx5::Options;
 use martlet_mlx5::options::Deadlines;
+use martlet_mlx5_abi::init_segment::nic_interface;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus};
-use martlet_mlx5_model::{Fault, Latencies, Model, ModelConfig, Point};
+use martlet_mlx5_model::{Fault, Faults, Latencies, Model, ModelConfig, Point};
 use martlet_soft_bus::{Addressing, SoftBus, SoftClock, Stage};
 use martlet_units::Instant;
 use martlet_vdpa::{QueueIndex, VdpaDevice, VdpaError};
@@ -31,7 +32,7 @@ use rig::Rig;
 use rig::guest::Guest;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 const PAIRS: usize = 2;
@@ -373,4 +374,133 @@ fn every_page_is_dirty_after_a_logging_function_has_begun_anew() {
     assert_eq!(taken(&rig), 0);
     rig.assert_frames_flow();
     assert!((1..all).contains(&taken(&rig)), "it logs again");
+}
+
+/// Sees how a function is told to stop, and that nothing is taken from the bus before it says that
+/// it has.
+struct Stopping {
+    registers: Arc<dyn Registers>,
+    bus: Arc<SoftBus>,
+    /// Pieces of memory on the bus when it was told.
+    entries: AtomicUsize,
+    tells: AtomicU32,
+    looks: AtomicU32,
+}
+
+impl Registers for Stopping {
+    fn read32(&self, offset: u64) -> u32 {
+        let value = self.registers.read32(offset);
+        let interface = nic_interface::from_register(u32::from_be(value));
+        if offset == 0x14 && self.tells.load(Ordering::Relaxed) > 0 && interface == 0 {
+            self.looks.fetch_add(1, Ordering::Relaxed);
+            assert_eq!(self.bus.entries(), self.entries.load(Ordering::Relaxed));
+        }
+        value
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        let low = u32::from_be(value);
+        match (offset, nic_interface::from_register(low)) {
+            (0x14, nic_interface::DISABLED) => {
+                let before = u32::from_be(self.registers.read32(0x14));
+                assert_eq!(low & !0xfff, before & !0xfff, "the address stays");
+                self.entries.store(self.bus.entries(), Ordering::Relaxed);
+                self.tells.fetch_add(1, Ordering::Relaxed);
+            }
+            (0x14, _) => self.tells.store(0, Ordering::Relaxed),
+            _ => {}
+        }
+        self.registers.write32(offset, value);
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        self.registers.read64(offset)
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.registers.write64(offset, value);
+    }
+}
+
+/// A running device whose firmware has hung at a suspend.
+fn hung(disable_time: Duration) -> (Rig, Arc<Stopping>) {
+    let stage = Stage::new(SoftClock::virtual_from(Instant(1_000_000)));
+    let bus = SoftBus::new(Addressing::Iommu);
+    let config = ModelConfig { queues: 8, disable_time, ..ModelConfig::default() };
+    let model = Model::new(config, Arc::clone(&bus) as _, stage.clock());
+    let stopping = Arc::new(Stopping {
+        registers: model.registers(),
+        bus: Arc::clone(&bus),
+        entries: AtomicUsize::new(0),
+        tells: AtomicU32::new(0),
+        looks: AtomicU32::new(0),
+    });
+    let registers = Arc::clone(&stopping) as Arc<dyn Registers>;
+    let guest = Guest::new(PAIRS, 0);
+    let mut rig = Rig::through(&stage, model, bus, registers, Options::MARTLET, guest);
+    rig.device.start().unwrap();
+    rig.assert_frames_flow();
+    rig.model.with_faults(|faults| *faults = FaultPlan::once(Point::Any, 0, Fault::Hang));
+    rig.suspend().unwrap_err();
+    rig.guest.takes_repeats = true;
+    (rig, stopping)
+}
+
+#[test]
+fn nothing_is_freed_before_a_function_says_that_it_has_stopped() {
+    let time = Duration::from_millis(20);
+    let (mut rig, stopping) = hung(time);
+    let begin = rig.now();
+    rig.pass(Duration::from_millis(1));
+    assert!(rig.now().since(begin) >= time && stopping.looks.load(Ordering::Relaxed) > 1);
+    assert_eq!(rig.device.recoveries().count, 1);
+    check_all_works(&mut rig);
+    assert_eq!(rig.model.stats().unexpected_commands, 0);
+    drop(rig.device);
+    assert_eq!(rig.bus.entries(), 0);
+}
+
+/// A plan by which the function is never disabled.
+fn never() -> Faults {
+    let (at, fault) = (Point::Disable, Fault::NeverDisables);
+    FaultPlan::script([Rule { at, skip: 0, times: FOR_EVER, fault }])
+}
+
+#[test]
+fn a_function_that_does_not_stop_keeps_its_memory() {
+    let (rig, stopping) = hung(Duration::ZERO);
+    rig.model.with_faults(|faults| *faults = never());
+    let (entries, pinned) = (rig.bus.entries(), rig.device.memory_counters().pinned_bytes);
+    let begin = rig.now();
+    rig.pass(Duration::from_millis(1));
+    assert!(rig.now().since(begin) >= Duration::from_secs(3));
+    // Later attempts only look.
+    let begin = rig.now();
+    let error = rig.device.reset().unwrap_err().to_string();
+    assert!(error.contains("has not stopped in 3000 ms"), "{error}");
+    let error = rig.device.start().unwrap_err().to_string();
+    assert!(error.contains("has not stopped"), "{error}");
+    rig.pass(Duration::from_secs(5));
+    assert!(rig.now().since(begin) < Duration::from_secs(7));
+    assert_eq!(stopping.tells.load(Ordering::Relaxed), 1);
+    assert_eq!(rig.device.recoveries().count, 0);
+    assert!(rig.bus.entries() >= entries);
+    assert!(pinned > 0 && rig.device.memory_counters().pinned_bytes >= pinned);
+    assert!(!rig.model.stats().queues.is_empty(), "it goes on");
+    let Rig { device, bus, model, .. } = rig;
+    drop(device);
+    assert!(bus.entries() >= entries, "for as long as the process lives");
+    assert_eq!(model.stats().unexpected_commands, 0, "and nothing new is begun");
+}
+
+#[test]
+fn a_function_that_stops_late_begins_anew() {
+    let (mut rig, _) = hung(Duration::from_secs(10));
+    rig.pass(Duration::from_secs(5));
+    assert_eq!(rig.device.recoveries().count, 0);
+    rig.pass(Duration::from_secs(8));
+    assert_eq!(rig.device.recoveries().count, 1);
+    check_all_works(&mut rig);
+    drop(rig.device);
+    assert_eq!(rig.bus.entries(), 0, "what was kept is free");
 }

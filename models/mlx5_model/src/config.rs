@@ -32,6 +32,10 @@ pub struct ModelConfig {
     pub log_command_entries: u8,
     /// From the model's making until its firmware takes commands.
     pub boot_time: Duration,
+    /// From the write that disables a function's interface until it has stopped: so long it goes on
+    /// as before, and the field reads as before. No document says how long; drivers give it 3 s
+    /// (Linux `fw.c`, `mlx5_cmd_fast_teardown_hca`).
+    pub disable_time: Duration,
     /// Whether the signatures of command entries are checked (`cmdif_checksum` of the general
     /// capabilities; drivers sign mailboxes only when asked to, which this model does not).
     pub check_signatures: bool,
@@ -71,6 +75,7 @@ impl Default for ModelConfig {
             init_pages: 64,
             log_command_entries: 5,
             boot_time: Duration::ZERO,
+            disable_time: Duration::from_micros(100),
             check_signatures: true,
             suppress_kicks: true,
             mac: [0x52, 0x54, 0x00, 0x6d, 0x6c, 0x78],

@@ -5,7 +5,7 @@ use martlet_fault_plan::FaultPlan;
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode};
 use std::time::Duration;
 
-/// Where something goes wrong: at commands, counted as they are picked up.
+/// Where something goes wrong: at commands, counted as they are picked up, or at a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
     /// Any command.
@@ -14,6 +14,8 @@ pub enum Point {
     Opcode(Opcode),
     /// A command of this class: MODIFYs of virtqueues are told apart by what they do.
     Class(Class),
+    /// The interface is disabled by its register.
+    Disable,
 }
 
 /// What goes wrong.
@@ -56,6 +58,9 @@ pub enum Fault {
     /// The firmware asks for pages when it picks the command up; a negative number offers them
     /// back.
     PageRequest(i32),
+    /// At [`Point::Disable`]: the function goes on, and its interface never reads as disabled.
+    /// Nothing happens if it is the fault of a command.
+    NeverDisables,
 }
 
 /// What goes wrong, and when.
@@ -68,6 +73,7 @@ impl Point {
             Point::Any => true,
             Point::Opcode(wanted) => wanted == opcode,
             Point::Class(wanted) => wanted == class,
+            Point::Disable => false,
         }
     }
 }

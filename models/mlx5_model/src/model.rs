@@ -183,7 +183,11 @@ impl Model {
     fn write(&self, offset: u64, value: u32) {
         match offset {
             CMDQ_ADDR_HIGH => self.firmware().set_queue_high(value),
-            CMDQ_ADDR_LOW => self.firmware().set_queue_low(value),
+            CMDQ_ADDR_LOW => {
+                let now = self.clock.now();
+                self.firmware().set_queue_low(value, now);
+                self.next_due.store(now.0, Ordering::Release);
+            }
             COMMAND_DOORBELL => {
                 let now = self.clock.now();
                 let mut firmware = self.firmware();

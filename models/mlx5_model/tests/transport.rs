@@ -13,6 +13,7 @@ use martlet_mlx5_abi::command::{CommandEntry, MAILBOX_CONTROL_OFFSET};
 use martlet_mlx5_abi::event::EventType;
 use martlet_mlx5_abi::init_segment::{
     CMDIF_REV_FW_SUB, CMDQ_ADDR_LOW, CommandQueueShape, FW_REV, INITIALIZING, INITIALIZING_BIT,
+    nic_interface,
 };
 use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
 use martlet_mlx5_abi::message::{InHeader, ShortIn, object_type};
@@ -209,6 +210,33 @@ fn a_device_that_was_pulled_out_reads_all_ones() {
     assert!(!host.wait(&sent));
     assert_eq!(host.registers.read32(0), u32::MAX);
     assert_eq!(host.registers.read64(0x1010), u64::MAX);
+}
+
+/// A function whose interface is disabled goes on until the field says that it has stopped.
+#[test]
+fn a_function_takes_its_time_to_stop() {
+    let disable_time = Duration::from_millis(20);
+    let mut host = Host::new(ModelConfig { disable_time, ..ModelConfig::default() });
+    host.direct_key(0x10000, 4096);
+    let read = |host: &Host| u32::from_be(host.registers.read32(CMDQ_ADDR_LOW));
+    let before = read(&host);
+    assert_eq!(nic_interface::from_register(before), nic_interface::FULL);
+    let disabled = nic_interface::to_register(before, nic_interface::DISABLED);
+    host.registers.write32(CMDQ_ADDR_LOW, disabled.to_be());
+    let told = host.seat.now();
+    host.seat.wait(Some(told.after(Duration::from_millis(19))));
+    assert_eq!((read(&host), host.model.stats().keys), (before, 1));
+    host.write_queue_address();
+    assert_eq!(host.model.stats().unexpected_commands, 1, "it has not stopped");
+    host.seat.wait(Some(told.after(disable_time)));
+    let after = read(&host);
+    assert_eq!(nic_interface::from_register(after), nic_interface::DISABLED);
+    assert_eq!((after & !0xfff, host.model.stats().keys), (before & !0xfff, 0));
+    let sent = host.write(&pd(), 16, |_, _| {});
+    host.ring(&[&sent]);
+    assert!(!host.wait(&sent), "there is no interface");
+    host.write_queue_address();
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
 }
 
 #[test]

@@ -30,14 +30,14 @@ pub(super) struct DirtyLogs {
 }
 
 impl DirtyLogs {
-    /// The function was stopped.
-    pub(super) fn forget(&mut self) {
+    /// The function is stopped. Gives the logs' memory, which is free when the function has
+    /// stopped.
+    pub(super) fn take_memory(&mut self) -> Vec<OwnMemory> {
         self.everything |= self.is_on;
-        self.current = None;
-        self.old.clear();
         if !self.is_on {
             self.map_end = 0;
         }
+        self.current.take().into_iter().chain(self.old.drain(..)).collect()
     }
 
     fn is_enough(&self, end: u64) -> bool {

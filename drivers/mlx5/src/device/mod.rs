@@ -65,6 +65,8 @@ struct Control {
     maps: Maps,
     scratch: Option<OwnMemory>,
     logs: DirtyLogs,
+    /// What a function has that does not stop.
+    unstopped: Option<reset::Leftovers>,
     /// The last event about the link that has been seen to.
     link_seen: u64,
     has_features: bool,
@@ -104,6 +106,7 @@ impl Mlx5Device {
             maps: new_maps(&setup, &options),
             scratch: None,
             logs: DirtyLogs::default(),
+            unstopped: None,
             link_seen: firmware.link_events(),
             has_features: false,
             recoveries: Recoveries::default(),
@@ -121,7 +124,11 @@ impl Mlx5Device {
 
     /// What was done about memory keys.
     pub fn memory_counters(&self) -> MemoryCounters {
-        self.lock().maps.counters()
+        let control = self.lock();
+        let mut counters = control.maps.counters();
+        let kept = control.unstopped.as_ref().map(|left| left.maps.counters().pinned_bytes);
+        counters.pinned_bytes += kept.unwrap_or(0);
+        counters
     }
 
     /// How often its function was made anew.

@@ -4,17 +4,41 @@
 //! that, and so does a function of which a command was not answered. In that case what the guest had
 //! is made again: the map, and the queues where their rings say that they are. A frame that was in
 //! flight may be lost, or sent once more; [`Recoveries`] counts them.
+//!
+//! A function that does not say that it has stopped is not made anew: it could serve the same rings
+//! as the new one, and write memory that is somebody else's. Its guest goes on without a card.
 
 use super::map::install;
+use super::own_memory::OwnMemory;
 use super::{Control, Mlx5Device, Recoveries};
 use crate::command::End;
 use crate::firmware::BringUpError;
-use crate::queues::{DeviceEvent, DeviceState, Gates, Starting, Target};
+use crate::memory::Maps;
+use crate::queues::{DeviceEvent, DeviceState, Gates, OldObjects, Starting, Target};
 use martlet_units::Instant;
 use martlet_vdpa::VdpaError;
+use std::sync::Arc;
 use std::time::Duration;
 
 const ACTION: &str = "reset";
+
+/// What a function may still reach that was told to stop and has not said that it has: pinned
+/// memory of the guest's behind its keys, and memory of the driver's own.
+pub(super) struct Leftovers {
+    pub(super) maps: Maps,
+    objects: OldObjects,
+    scratch: Option<OwnMemory>,
+    logs: Vec<OwnMemory>,
+}
+
+impl Leftovers {
+    /// **Only** when the function has stopped, or never knew of it.
+    fn free(self) {
+        let Leftovers { mut maps, objects, scratch, logs } = self;
+        drop((objects, scratch, logs));
+        maps.forget_all();
+    }
+}
 
 /// How long a function that did not begin anew is left alone.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -66,8 +90,9 @@ impl Mlx5Device {
 
     /// Stops the function and brings it up again: what was made on it is gone.
     fn begin_anew(&self, control: &mut Control) -> Result<(), BringUpError> {
-        self.stop_function(control);
+        let stopped = self.stop_function(control);
         control.retry_at = self.firmware.now().after(PAUSE);
+        stopped?;
         let setup = self.firmware.start_anew()?;
         control.maps = super::new_maps(&setup, self.firmware.options());
         control.queues.common.pd = setup.pd;
@@ -75,15 +100,33 @@ impl Mlx5Device {
         Ok(())
     }
 
-    /// From here on the function reaches no memory: all that was kept for it is free.
-    fn stop_function(&self, control: &mut Control) {
+    /// Stops the function. After a success it reaches no memory: all that was kept for it is free.
+    /// After an error all of that is kept, for it may still be written; nothing is made on the
+    /// function then until a later attempt succeeds.
+    fn stop_function(&self, control: &mut Control) -> Result<(), BringUpError> {
         (0..control.queues.list.len()).for_each(|queue| self.guest.close(queue));
-        self.firmware.stop();
-        control.queues.forget_objects();
-        control.queues.map = None;
-        control.maps.forget_all();
-        control.scratch = None;
-        control.logs.forget();
+        let stopped = self.firmware.stop();
+        let left = self.take_what_is_made(control);
+        match stopped {
+            Ok(()) => {
+                left.free();
+                control.unstopped.take().into_iter().for_each(Leftovers::free);
+            }
+            // At later attempts nothing is left that the function knows: it was sent nothing more.
+            Err(_) if control.unstopped.is_some() => left.free(),
+            Err(_) => control.unstopped = Some(left),
+        }
+        stopped
+    }
+
+    fn take_what_is_made(&self, control: &mut Control) -> Leftovers {
+        let maps = super::new_maps(&control.setup, self.firmware.options());
+        Leftovers {
+            objects: control.queues.take_objects(),
+            maps: std::mem::replace(&mut control.maps, maps),
+            scratch: control.scratch.take(),
+            logs: control.logs.take_memory(),
+        }
     }
 
     /// Whether the function answers; one that does not begins anew before it is set up for a guest.
@@ -178,6 +221,9 @@ impl Drop for Mlx5Device {
         let mut control = self.lock();
         super::guest::Guest::disconnect(&*self.vectors);
         self.settle(&mut control);
-        self.stop_function(&mut control);
+        if self.stop_function(&mut control).is_err() {
+            // The function may go on for longer than the device.
+            std::mem::forget((control.unstopped.take(), Arc::clone(&self.firmware)));
+        }
     }
 }

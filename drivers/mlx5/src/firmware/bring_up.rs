@@ -13,7 +13,7 @@ use martlet_mlx5_abi::capability::{
 use martlet_mlx5_abi::event::CreateEqOut;
 use martlet_mlx5_abi::init_segment::{
     CMDIF_REV_FW_SUB, CMDQ_ADDR_HIGH, CMDQ_ADDR_LOW, COMMAND_INTERFACE, CommandQueueShape, FW_REV,
-    GONE, INITIALIZING, INITIALIZING_BIT, INTERFACE_DISABLED,
+    GONE, INITIALIZING, INITIALIZING_BIT, nic_interface,
 };
 use martlet_mlx5_abi::memory::QuerySpecialContextsOut;
 use martlet_mlx5_abi::message::{InHeader, ShortIn, ShortOut, object_type};
@@ -34,6 +34,10 @@ const UMEM_BYTES_MAX: u64 = 8 << 20;
 /// How often the firmware is looked at while it starts.
 const START_POLL: Duration = Duration::from_millis(1);
 
+/// How long a function whose interface was disabled may take to stop (Linux `fw.c`,
+/// `MLX5_FAST_TEARDOWN_WAIT_MS`; rdma-core's `mlx5_vfio_teardown_hca_fast` gives it as much).
+const DISABLE_TIME: Duration = Duration::from_secs(3);
+
 /// Why a device could not be brought up.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -50,6 +54,12 @@ pub enum BringUpError {
     /// Its firmware does not come up.
     #[error("the firmware has not started in {waited_ms} ms")]
     NotStarted {
+        /// How long it was given.
+        waited_ms: u128,
+    },
+    /// It was told to stop and does not say that it has: it may reach its memory still.
+    #[error("the function has not stopped in {waited_ms} ms, its memory stays with it")]
+    NotStopped {
         /// How long it was given.
         waited_ms: u128,
     },
@@ -97,7 +107,10 @@ impl Firmware {
         match firmware.enable_and_start() {
             Ok(setup) => Ok((firmware, setup)),
             Err(error) => {
-                firmware.stop();
+                if firmware.stop().is_err() {
+                    // It may be written as long as the process lives.
+                    std::mem::forget(firmware);
+                }
                 Err(error)
             }
         }
@@ -234,7 +247,7 @@ impl Firmware {
         let request = Request::new::<CreateEqOut>(Opcode::CREATE_EQ, &*input);
         let created: CreateEqOut = self.setup_call(request)?.read()?;
         events.set_number(created.eqn);
-        self.set_events(Some(events));
+        self.set_events(events);
         Ok(())
     }
 
@@ -256,26 +269,59 @@ impl Firmware {
         }
     }
 
-    /// Takes the function down, and with it everything on it: it reaches no memory any more.
+    /// Takes the function down, and with it everything on it: after a success it reaches no memory
+    /// any more. After an error nothing that it was ever given may be freed; another call looks
+    /// whether it has stopped since.
     ///
-    /// In order if it answers. In any case its interface is disabled then, which ends a function
-    /// whatever its firmware does (Linux `health.c`, `mlx5_set_nic_state`).
-    pub(crate) fn stop(&self) {
+    /// In order if it answers, which is enough (Linux `main.c`, `mlx5_function_close` and
+    /// `mlx5_function_disable`). Otherwise its interface is disabled, and the function has stopped
+    /// when the field says so, not before (Linux `fw.c`, `mlx5_cmd_fast_teardown_hca`): until then
+    /// it may serve its queues.
+    pub(crate) fn stop(&self) -> Result<(), BringUpError> {
         // Answers are looked for from here on: with the function its event queue goes, and with that
-        // the event of this very command.
-        let events = self.set_events(None);
+        // the event of this very command. Its memory may still be written.
+        self.part_with_events();
         if self.end().is_none() {
             // Of a function that was not started yet there is nothing to tear down.
             let torn = self.short(Opcode::TEARDOWN_HCA, 0, 0).map(|_| ());
             self.take_all_pages();
             let disabled = self.short(Opcode::DISABLE_HCA, 0, 0).map(|_| ());
             tracing::debug!(?torn, ?disabled, "an mlx5 function is taken down");
+            if torn.is_ok() && disabled.is_ok() && self.end().is_none() && self.has_no_pages() {
+                self.taint();
+                return Ok(());
+            }
         }
-        let registers = self.registers();
-        registers.write32(CMDQ_ADDR_HIGH, 0);
-        registers.write32(CMDQ_ADDR_LOW, INTERFACE_DISABLED.to_be());
         self.taint();
-        drop(events);
+        self.disable_interface()
+    }
+
+    /// Disables the interface and waits until it is. One that was told before and did not stop is
+    /// only looked at.
+    fn disable_interface(&self) -> Result<(), BringUpError> {
+        let (registers, waiter) = (self.registers(), self.waiter());
+        let was_told = self.set_told_to_stop(true);
+        let waited = if was_told { Duration::ZERO } else { DISABLE_TIME };
+        let limit = waiter.now().after(waited);
+        let before = read(registers, CMDQ_ADDR_LOW);
+        if before != GONE && !was_told {
+            let disabled = nic_interface::to_register(before, nic_interface::DISABLED);
+            registers.write32(CMDQ_ADDR_LOW, disabled.to_be());
+        }
+        loop {
+            let value = read(registers, CMDQ_ADDR_LOW);
+            if value == GONE || nic_interface::from_register(value) == nic_interface::DISABLED {
+                self.set_told_to_stop(false);
+                return Ok(());
+            }
+            if waiter.now() >= limit {
+                if !was_told {
+                    tracing::error!("an mlx5 function does not stop: its memory stays with it");
+                }
+                return Err(BringUpError::NotStopped { waited_ms: DISABLE_TIME.as_millis() });
+            }
+            waiter.wait(Some(waiter.now().after(START_POLL)));
+        }
     }
 }
 

@@ -67,6 +67,11 @@ impl PageKeeper {
         self.requests.is_empty() && self.current.is_none()
     }
 
+    /// Whether the firmware has none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.pages.is_empty() && self.is_idle()
+    }
+
     /// Asks for all pages back, of each function that has some (PRM, MANAGE_PAGES: `function_id`).
     pub(super) fn take_all(&mut self) {
         let mut held: BTreeMap<u16, i32> = BTreeMap::new();

@@ -8,7 +8,7 @@ use crate::options::{Options, Pace};
 use martlet_device_io::{Dma, Registers, Waiter};
 use martlet_mlx5_abi::init_segment::{COMMAND_DOORBELL, FW_REV, GONE};
 use martlet_units::Instant;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -37,12 +37,22 @@ pub(crate) struct Firmware {
     link_events: AtomicU64,
     /// Until when batches are series.
     cautious_until: AtomicU64,
+    /// The interface was disabled, and has not said yet that it is.
+    told_to_stop: AtomicBool,
 }
 
 struct State {
     queue: CommandQueue,
     events: Option<EventQueue>,
+    /// One that is not read any more, and is written until the function has stopped.
+    old_events: Option<EventQueue>,
     pages: PageKeeper,
+}
+
+impl State {
+    fn new(queue: CommandQueue) -> State {
+        State { queue, events: None, old_events: None, pages: PageKeeper::default() }
+    }
 }
 
 impl Firmware {
@@ -53,7 +63,7 @@ impl Firmware {
         options: Options,
         queue: CommandQueue,
     ) -> Firmware {
-        let state = State { queue, events: None, pages: PageKeeper::default() };
+        let state = State::new(queue);
         Firmware {
             registers,
             dma,
@@ -62,6 +72,7 @@ impl Firmware {
             state: Mutex::new(state),
             link_events: AtomicU64::new(0),
             cautious_until: AtomicU64::new(0),
+            told_to_stop: AtomicBool::new(false),
         }
     }
 
@@ -96,7 +107,7 @@ impl Firmware {
     pub(super) fn replace_queue(&self, mut queue: CommandQueue) {
         let mut state = self.lock();
         queue.set_past(state.queue.stats());
-        *state = State { queue, events: None, pages: PageKeeper::default() };
+        *state = State::new(queue);
     }
 
     /// The device's clock.
@@ -254,14 +265,25 @@ impl Firmware {
         self.registers.read32(FW_REV) == GONE
     }
 
-    /// Goes over to events, which this queue brings; without one, to looking for answers. Gives the
-    /// queue that was before, whose memory the device may still write.
-    pub(super) fn set_events(&self, events: Option<EventQueue>) -> Option<EventQueue> {
+    /// Goes over to events, which this queue brings.
+    pub(super) fn set_events(&self, events: EventQueue) {
+        events.arm(&*self.registers);
+        self.lock().events = Some(events);
+    }
+
+    /// Goes over to looking for answers. The queue's memory stays: the device may still write it.
+    pub(super) fn part_with_events(&self) {
         let mut state = self.lock();
-        if let Some(events) = &events {
-            events.arm(&*self.registers);
+        if let Some(events) = state.events.take() {
+            state.old_events = Some(events);
         }
-        std::mem::replace(&mut state.events, events)
+    }
+
+    /// Notes whether the function was told to stop and has not said that it has; whether it was so
+    /// before.
+    pub(super) fn set_told_to_stop(&self, told: bool) -> bool {
+        // Calls that stop and start come one after the other: nothing is published by this.
+        self.told_to_stop.swap(told, Ordering::Relaxed)
     }
 
     /// Gives the firmware pages, and waits until it has them.
@@ -275,6 +297,11 @@ impl Firmware {
             let (_, until) = self.step(None);
             self.wait_until(until);
         }
+    }
+
+    /// Whether the firmware has none.
+    pub(super) fn has_no_pages(&self) -> bool {
+        self.lock().pages.is_empty()
     }
 
     /// Takes all pages back.

@@ -26,7 +26,7 @@ mod umem;
 
 pub(crate) use fate::{Faults, vdpa_error};
 pub(crate) use queue::{Common, LogTo, Place};
-pub(crate) use set::{Gates, Queues, Scratch, batch};
+pub(crate) use set::{Gates, OldObjects, Queues, Scratch, batch};
 pub(crate) use start::{Starting, Target};
 pub(crate) use state::DeviceEvent;
 pub use state::DeviceState;

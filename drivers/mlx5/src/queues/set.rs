@@ -32,6 +32,15 @@ pub(crate) struct Scratch {
     pub(crate) keep: Keep,
 }
 
+/// What objects on a function have that is stopped: to be held until it has.
+#[expect(dead_code, reason = "it is there to be held")]
+pub(crate) struct OldObjects {
+    objects: Vec<Object>,
+    scratch: Option<Scratch>,
+    map: Option<MapRef>,
+    retired: Retired,
+}
+
 /// All virtqueues of a device, and what they have in common.
 pub(crate) struct Queues {
     pub(crate) list: Vec<Queue>,
@@ -192,17 +201,19 @@ impl Queues {
         self.retired.lock().unwrap_or_else(PoisonError::into_inner).extend(failed);
     }
 
-    /// The function was stopped: nothing that was made on it is there.
-    pub(crate) fn forget_objects(&mut self) {
+    /// The function is stopped: no object on it is used any more. Gives the memory that they have,
+    /// which is free when the function has stopped.
+    pub(crate) fn take_objects(&mut self) -> OldObjects {
         self.table = None;
-        self.scratch = None;
         self.log = None;
+        let mut objects = Vec::new();
         for queue in &mut self.list {
-            queue.object = None;
+            objects.extend(queue.object.take());
             queue.counters = None;
         }
         // Umems that somebody still holds go into the old list, which nobody reads.
-        self.retired = Retired::default();
+        let retired = std::mem::take(&mut self.retired);
+        OldObjects { objects, scratch: self.scratch.take(), map: self.map.take(), retired }
     }
 }
 

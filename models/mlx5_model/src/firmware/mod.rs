@@ -24,7 +24,7 @@ use events::EventQueues;
 use input::Input;
 use martlet_device_io::BusAddress;
 use martlet_mlx5_abi::event::{EventType, port_change};
-use martlet_mlx5_abi::init_segment::COMMAND_ENTRIES_MAX;
+use martlet_mlx5_abi::init_segment::{COMMAND_ENTRIES_MAX, nic_interface};
 use martlet_mlx5_abi::{CommandStatus, DeliveryStatus, Opcode, U24, U32};
 use martlet_simulation::{Agenda, Chance};
 use martlet_units::Instant;
@@ -49,9 +49,6 @@ const LOG_UMEMS_MAX: u8 = 16;
 
 /// log2 of the bytes of a command entry.
 pub(crate) const LOG_COMMAND_STRIDE: u8 = 6;
-
-/// In the low half of the command page's address: which interface the driver wants.
-const INTERFACE_BITS: u32 = 0x300;
 
 /// The port of the only vport, as events name it.
 const PORT: u32 = 1;
@@ -91,6 +88,8 @@ enum Event {
     Interrupt,
     /// The link goes up.
     LinkUp,
+    /// The function has stopped.
+    Disabled,
 }
 
 /// The firmware of one device.
@@ -105,6 +104,11 @@ pub(crate) struct Firmware {
     /// The page of command entries, and the high half of a new one.
     queue: Option<u64>,
     queue_high: u32,
+    /// The address and the interface, as a driver reads them back.
+    queue_at: u64,
+    interface: u32,
+    /// The interface is to be disabled, and is not yet.
+    is_disabling: bool,
     slots: Vec<Option<InFlight>>,
     agenda: Agenda<Instant, Event>,
     /// The exclusive section is free from then on.
@@ -145,6 +149,9 @@ impl Firmware {
             capabilities_set: false,
             queue: None,
             queue_high: 0,
+            queue_at: 0,
+            interface: nic_interface::FULL,
+            is_disabling: false,
             slots,
             agenda: Agenda::default(),
             section_free: Instant(0),
@@ -173,13 +180,37 @@ impl Firmware {
         self.queue_high = high;
     }
 
-    /// The low half of the command page's address. So a driver begins, with a function as after a
-    /// reset: commands on their way are forgotten. Bits 9:8 choose the interface; without the full
-    /// driver's there is no queue (`MLX5_NIC_IFC_*`).
-    pub(crate) fn set_queue_low(&mut self, low: u32) {
+    /// The low half of the command page's address, and the interface. So a driver begins, with a
+    /// function as after a reset: commands on their way are forgotten.
+    ///
+    /// A function whose interface is disabled goes on until it has stopped, which the field tells
+    /// (Linux `fw.c`, `mlx5_cmd_fast_teardown_hca`). What a driver writes before that is unexpected
+    /// and changes nothing.
+    pub(crate) fn set_queue_low(&mut self, low: u32, now: Instant) {
+        if self.is_disabling {
+            self.unexpected += u64::from(nic_interface::from_register(low) == nic_interface::FULL);
+            return;
+        }
         let at = (u64::from(self.queue_high) << 32) | u64::from(low & !0xfff);
+        let interface = nic_interface::from_register(low);
+        if interface == nic_interface::DISABLED {
+            self.is_disabling = true;
+            let fault = self.faults.strike_where(|point: &Point| *point == Point::Disable);
+            if fault != Some(Fault::NeverDisables) {
+                self.agenda.put(now.after(self.config.disable_time), Event::Disabled);
+            }
+            return;
+        }
         self.reset_function();
-        self.queue = (low & INTERFACE_BITS == 0).then_some(at);
+        (self.queue_at, self.interface) = (at, interface);
+        self.queue = (interface == nic_interface::FULL).then_some(at);
+    }
+
+    /// The function has stopped; the address stays.
+    fn on_disabled(&mut self) {
+        let at = self.queue_at;
+        self.reset_function();
+        (self.queue_at, self.interface) = (at, nic_interface::DISABLED);
     }
 
     /// No command is answered any more.
@@ -190,6 +221,9 @@ impl Firmware {
     /// As a function-level reset: nothing is left of what a driver did.
     pub(crate) fn reset_function(&mut self) {
         self.queue = None;
+        (self.queue_at, self.interface) = (0, nic_interface::FULL);
+        self.is_disabling = false;
+        self.agenda.retain(|event| !matches!(event, Event::Disabled));
         self.forget_commands();
         self.slots.iter_mut().for_each(|slot| *slot = None);
         self.reset();
@@ -199,10 +233,11 @@ impl Firmware {
         self.hangs = false;
     }
 
-    /// Halves of the command page's address, as a driver reads them back.
+    /// Halves of the command page's address, the low one with the interface, as a driver reads them
+    /// back.
     pub(crate) fn queue_halves(&self) -> (u32, u32) {
-        let at = self.queue.unwrap_or(0);
-        (crate::num::high32(at), crate::num::low32(at))
+        let (high, low) = (crate::num::high32(self.queue_at), crate::num::low32(self.queue_at));
+        (high, nic_interface::to_register(low, self.interface))
     }
 
     /// The command doorbell: a bit for each entry.
@@ -323,6 +358,7 @@ impl Firmware {
             match other {
                 Some((_, Event::Interrupt)) => self.interrupt_pending = true,
                 Some((_, Event::LinkUp)) => self.set_link(true),
+                Some((_, Event::Disabled)) => self.on_disabled(),
                 Some((_, Event::Done { .. })) | None if finished.slots == 0 => break,
                 Some((_, Event::Done { .. })) | None => {}
             }
