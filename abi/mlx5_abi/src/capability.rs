@@ -70,7 +70,12 @@ pub struct GeneralCapabilities {
     /// Bit 7: the function manages vports.
     pub vport_group_manager: u8,
     /// Not used here.
-    pub reserved_35: [u8; 0x15],
+    pub reserved_35: [u8; 0x0d],
+    /// Bits 7:6: whether mailboxes carry signatures. 0: none; 1: as at the begin, none as long as
+    /// nothing was set (`MLX5_CMD_HCA_CAP_CMDIF_CHECKSUM_*`).
+    pub cmdif_checksum: u8,
+    /// Not used here.
+    pub reserved_43: [u8; 0x07],
     /// Bit 5: umems and keys may belong to user context 0.
     pub umem_uid_0: u8,
     /// log2 of the adapter's page.
@@ -96,6 +101,8 @@ pub struct GeneralCapabilities {
 impl GeneralCapabilities {
     /// In [`Self::umem_uid_0`].
     pub const UMEM_UID_0: u8 = 1 << 5;
+    /// In [`Self::cmdif_checksum`]: the field.
+    pub const CMDIF_CHECKSUM: u8 = 0b11 << 6;
     /// In [`Self::null_mkey_log_max_klm_list`].
     pub const NULL_MKEY: u8 = 1 << 6;
 
@@ -246,6 +253,7 @@ const _: () = {
     assert!(offset_of!(GeneralCapabilities, log_max_mkey) == 0xe8 / 8);
     assert!(offset_of!(GeneralCapabilities, max_indirection) == 0x100 / 8);
     assert!(offset_of!(GeneralCapabilities, null_mkey_log_max_klm_list) == 0x118 / 8);
+    assert!(offset_of!(GeneralCapabilities, cmdif_checksum) == 0x210 / 8);
     assert!(offset_of!(GeneralCapabilities, umem_uid_0) == 0x250 / 8);
     assert!(offset_of!(GeneralCapabilities, log_page_size) == 0x258 / 8);
     assert!(offset_of!(GeneralCapabilities, vport_group_manager) == 0x1a0 / 8);

@@ -36,7 +36,7 @@ pub const COMMAND_ENTRIES_MAX: u32 = 32;
 /// log2 of the command page's bytes.
 pub const LOG_COMMAND_PAGE: u32 = 12;
 
-/// Interfaces of a function (Linux `driver.h`, `MLX5_NIC_IFC_*`).
+/// Interfaces of a function (Linux `mlx5_core.h`, `MLX5_NIC_IFC_*`).
 pub mod nic_interface {
     /// Of the full driver.
     pub const FULL: u32 = 0;

@@ -496,3 +496,14 @@ fn a_card_without_the_msix_event_mode_is_refused() {
     assert!(error.contains("MSI-X event mode"), "{error}");
     assert_eq!(bus.entries(), 0, "nothing is left on the bus");
 }
+
+/// Mailboxes carry no signatures: whatever a card tells about them, none are asked for.
+#[test]
+fn a_card_is_told_that_mailboxes_carry_no_signatures() {
+    for cmdif_checksum in [0, 1, 3] {
+        let config = ModelConfig { cmdif_checksum, ..ModelConfig::default() };
+        let mut rig = Rig::running(config, Options::MARTLET, 1, 0);
+        rig.assert_frames_flow();
+        assert_eq!(rig.model.stats().commands_failed, 0);
+    }
+}

@@ -36,9 +36,11 @@ pub struct ModelConfig {
     /// as before, and the field reads as before. No document says how long; drivers give it 3 s
     /// (Linux `fw.c`, `mlx5_cmd_fast_teardown_hca`).
     pub disable_time: Duration,
-    /// Whether the signatures of command entries are checked (`cmdif_checksum` of the general
-    /// capabilities; drivers sign mailboxes only when asked to, which this model does not).
+    /// Whether the signatures of command entries are checked.
     pub check_signatures: bool,
+    /// What the capabilities tell about signatures of mailboxes, of two bits. They are checked from
+    /// the SET_HCA_CAP on that leaves it other than 0.
+    pub cmdif_checksum: u8,
     /// While a queue is busy its guest is asked not to kick (NO_NOTIFY).
     pub suppress_kicks: bool,
     /// The vport's address.
@@ -77,6 +79,8 @@ impl Default for ModelConfig {
             boot_time: Duration::ZERO,
             disable_time: Duration::from_micros(100),
             check_signatures: true,
+            // `MLX5_CMD_HCA_CAP_CMDIF_CHECKSUM_INITIAL_STATE`.
+            cmdif_checksum: 1,
             suppress_kicks: true,
             mac: [0x52, 0x54, 0x00, 0x6d, 0x6c, 0x78],
             mtu: 1500,

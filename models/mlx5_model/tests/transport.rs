@@ -9,7 +9,9 @@ use martlet_device_io::{DmaBlock, Waiter};
 use martlet_mlx5_abi::capability::{
     GeneralCapabilitiesOut, VirtioCapabilities, VirtioCapabilitiesOut, kind, op_mod_current,
 };
-use martlet_mlx5_abi::command::{CommandEntry, MAILBOX_CONTROL_OFFSET};
+use martlet_mlx5_abi::command::{
+    CommandEntry, MAILBOX_BYTES, MAILBOX_CONTROL_OFFSET, signature_for,
+};
 use martlet_mlx5_abi::event::EventType;
 use martlet_mlx5_abi::init_segment::{
     CMDIF_REV_FW_SUB, CMDQ_ADDR_LOW, CommandQueueShape, FW_REV, INITIALIZING, INITIALIZING_BIT,
@@ -210,6 +212,37 @@ fn a_device_that_was_pulled_out_reads_all_ones() {
     assert!(!host.wait(&sent));
     assert_eq!(host.registers.read32(0), u32::MAX);
     assert_eq!(host.registers.read64(0x1010), u64::MAX);
+}
+
+/// Who sets the capabilities as they were told has to sign mailboxes.
+#[test]
+fn mailboxes_need_signatures_if_capabilities_say_so() {
+    let mut host = Host::cold(ModelConfig::default());
+    host.write_queue_address();
+    host.run(PagesIn::new(Opcode::ENABLE_HCA, 0, 0, 0).as_bytes(), 16).ok();
+    let mut query =
+        InHeader::new(Opcode::QUERY_HCA_CAP, op_mod_current(kind::GENERAL)).as_bytes().to_vec();
+    query.resize(16, 0);
+    let told: GeneralCapabilitiesOut = host.run(&query, 0x1010).parse();
+    assert_eq!(told.capabilities.cmdif_checksum >> 6, 1);
+    let mut set = InHeader::new(Opcode::SET_HCA_CAP, 0).as_bytes().to_vec();
+    set.resize(16, 0);
+    set.extend(told.capabilities.as_bytes());
+    set.resize(0x1010, 0);
+    host.run(&set, 16).ok();
+    assert_eq!(host.run(&query, 0x1010).delivery, DeliveryStatus::SIGNATURE, "output mailboxes");
+    assert_eq!(host.run(&set, 16).delivery, DeliveryStatus::SIGNATURE, "input mailboxes");
+    let reply = host.run_spoiled(&set, 16, |_, boxes| {
+        for mailbox in boxes {
+            let mut bytes = [0; MAILBOX_BYTES];
+            mailbox.read(0, &mut bytes);
+            let (control, whole) = (MAILBOX_BYTES - 2, MAILBOX_BYTES - 1);
+            bytes[control] = signature_for(&bytes[MAILBOX_CONTROL_OFFSET..control]);
+            bytes[whole] = signature_for(&bytes[..whole]);
+            mailbox.write(0, &bytes);
+        }
+    });
+    assert_eq!((reply.delivery, reply.status()), (DeliveryStatus::OK, CommandStatus::OK));
 }
 
 /// A function whose interface is disabled goes on until the field says that it has stopped.

@@ -26,7 +26,7 @@ use martlet_mlx5_abi::{CommandStatus, Opcode, U16, U32};
 use martlet_units::Instant;
 use std::sync::Arc;
 use std::time::Duration;
-use zerocopy::{FromZeros, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 /// Memory that the firmware may want for a part of a queue. Real devices want some hundred KiB.
 const UMEM_BYTES_MAX: u64 = 8 << 20;
@@ -167,15 +167,19 @@ impl Firmware {
         }
     }
 
-    /// Chooses the capabilities that are in force already: the firmware wants to be told (Linux
-    /// `main.c`, `set_hca_cap`).
+    /// Chooses the capabilities that are in force already, for the firmware wants to be told, but
+    /// for signatures of mailboxes: ours carry none (Linux `main.c`, `handle_hca_cap`).
     fn set_capabilities(&self) -> Result<(), CommandError> {
         let opcode = Opcode::SET_HCA_CAP;
         let output = self.capabilities(kind::GENERAL)?;
         let capabilities = output.bytes().get(size_of::<SetHcaCapIn>()..).unwrap_or_default();
+        let mut capabilities = capabilities.to_vec();
+        if let Ok((general, _)) = GeneralCapabilities::mut_from_prefix(&mut capabilities) {
+            general.cmdif_checksum &= !GeneralCapabilities::CMDIF_CHECKSUM;
+        }
         let header = InHeader::new(opcode, kind::GENERAL << 1);
         let head = SetHcaCapIn { header, reserved: [0; 8] };
-        let input = [head.as_bytes(), capabilities].concat();
+        let input = [head.as_bytes(), &capabilities].concat();
         self.setup_call(Request::new::<ShortOut>(opcode, &*input)).map(|_| ())
     }
 

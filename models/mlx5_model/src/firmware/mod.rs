@@ -32,7 +32,7 @@ use memory::Umem;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-use transport::{Delivered, ReplyTo};
+use transport::{Checks, Delivered, ReplyTo};
 use virtq::Virtq;
 
 /// Where in BAR 0 the virtqueues' doorbell is.
@@ -101,6 +101,8 @@ pub(crate) struct Firmware {
     function: Function,
     issi: u16,
     capabilities_set: bool,
+    /// What was set about signatures of mailboxes: they have to have some.
+    signs_mailboxes: bool,
     /// The page of command entries, and the high half of a new one.
     queue: Option<u64>,
     queue_high: u32,
@@ -147,6 +149,7 @@ impl Firmware {
             function: Function::Off,
             issi: 0,
             capabilities_set: false,
+            signs_mailboxes: false,
             queue: None,
             queue_high: 0,
             queue_at: 0,
@@ -264,7 +267,11 @@ impl Firmware {
         };
         let at = queue.checked_add(u64::from(slot) << LOG_COMMAND_STRIDE);
         let Some(at) = at.map(BusAddress) else { return false };
-        let taken = transport::take(self.nic.bus(), at, self.config.check_signatures);
+        let checks = Checks {
+            entry_signatures: self.config.check_signatures,
+            mailbox_signatures: self.signs_mailboxes,
+        };
+        let taken = transport::take(self.nic.bus(), at, checks);
         let Some(Delivered { opcode, input, reply }) = taken else { return false };
         let class = self.class(opcode, input.as_ref().ok());
         let fault = self.faults.strike_where(|point: &Point| point.means(opcode, class));
@@ -485,6 +492,7 @@ impl Firmware {
         self.table_sizes.clear();
         self.issi = 0;
         self.capabilities_set = false;
+        self.signs_mailboxes = false;
     }
 
     /// A number for a new object: used again only when all others were, and never while it is in

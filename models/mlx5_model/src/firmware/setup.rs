@@ -44,9 +44,9 @@ impl Firmware {
         done()
     }
 
-    /// Takes the capabilities as they are: none can be chosen here.
+    /// Takes the capabilities as they are: nothing but signatures of mailboxes can be chosen here.
     pub(super) fn set_capabilities(&mut self, input: &Input) -> Answer {
-        let _: SetHcaCapIn = parse(&input.head)?;
+        let set: SetHcaCapIn = parse(&input.head)?;
         if input.length != QUERY_HCA_CAP_OUT_BYTES {
             return Err(refuse(CommandStatus::BAD_INPUT_LENGTH, 0x0109_0001));
         }
@@ -54,6 +54,12 @@ impl Firmware {
             return Err(refuse(CommandStatus::BAD_SYSTEM_STATE, 0x0109_0002));
         }
         self.capabilities_set = true;
+        if set.header.op_mod.get() >> 1 == capability::kind::GENERAL {
+            let capabilities = input.head.get(size_of::<SetHcaCapIn>()..).unwrap_or_default();
+            let general: GeneralCapabilities = parse(capabilities)?;
+            self.signs_mailboxes =
+                general.cmdif_checksum & GeneralCapabilities::CMDIF_CHECKSUM != 0;
+        }
         done()
     }
 
@@ -246,6 +252,7 @@ impl Firmware {
         caps.null_mkey_log_max_klm_list =
             GeneralCapabilities::NULL_MKEY | (self.config.log_klm_list_max & 0x3f);
         caps.umem_uid_0 = GeneralCapabilities::UMEM_UID_0;
+        caps.cmdif_checksum = self.config.cmdif_checksum << 6;
         caps.log_page_size = 12;
         caps.log_max_rqt_size = LOG_RQT_MAX;
         let types = (1 << object_type::VIRTIO_NET_Q) | (1 << object_type::VIRTIO_Q_COUNTERS);

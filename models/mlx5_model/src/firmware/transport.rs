@@ -13,7 +13,7 @@ use martlet_mlx5_abi::command::{
 use martlet_mlx5_abi::message::InHeader;
 use martlet_mlx5_abi::{DeliveryStatus, Opcode};
 use std::mem::offset_of;
-use zerocopy::FromBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// The longest input: a key with a list of 512 Ki pages.
 const INPUT_BYTES_MAX: usize = 0x110 + (4 << 20);
@@ -48,12 +48,15 @@ pub(super) struct Delivered {
     pub(super) reply: ReplyTo,
 }
 
+/// What is checked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Checks {
+    pub(super) entry_signatures: bool,
+    pub(super) mailbox_signatures: bool,
+}
+
 /// Reads a command. `None` if there is none: the entry can't be read, or the driver owns it.
-pub(super) fn take(
-    bus: &dyn BusMemory,
-    at: BusAddress,
-    check_signatures: bool,
-) -> Option<Delivered> {
+pub(super) fn take(bus: &dyn BusMemory, at: BusAddress, checks: Checks) -> Option<Delivered> {
     let mut raw = [0; ENTRY_BYTES];
     // The doorbell's release made the entry visible; the owner byte is read with it.
     let owner = bus.load8(at.checked_add(to_u64(STATUS_OWN_OFFSET))?).ok()?;
@@ -67,10 +70,10 @@ pub(super) fn take(
     let mut reply = ReplyTo { entry: at, token: entry.token, length, boxes: Vec::new() };
     let header = InHeader::read_from_prefix(&entry.in_inline).ok()?.0;
     let opcode = Opcode(header.opcode.get());
-    let input = check_entry(&entry, &raw, check_signatures)
+    let input = check_entry(&entry, &raw, checks.entry_signatures)
         .and_then(|()| {
-            reply.boxes = out_boxes(bus, &entry)?;
-            read_input(bus, &entry, opcode)
+            reply.boxes = out_boxes(bus, &entry, checks)?;
+            read_input(bus, &entry, opcode, checks)
         })
         .inspect_err(|_| reply.boxes.clear());
     Some(Delivered { opcode, input, reply })
@@ -118,7 +121,18 @@ fn unreadable(_: BusFault) -> DeliveryStatus {
     DeliveryStatus::FIRMWARE
 }
 
-fn check_control(control: &MailboxControl, token: u8, number: usize) -> Result<(), DeliveryStatus> {
+fn check_control(
+    control: &MailboxControl,
+    token: u8,
+    number: usize,
+    checks: Checks,
+) -> Result<(), DeliveryStatus> {
+    // The signature of the whole mailbox is not part of the control part's (Linux `cmd.c`,
+    // `calc_block_sig`).
+    let signed = xor8(control.as_bytes()) ^ control.signature;
+    if checks.mailbox_signatures && signed != 0xff {
+        return Err(DeliveryStatus::SIGNATURE);
+    }
     if control.token != token {
         return Err(DeliveryStatus::TOKEN);
     }
@@ -129,7 +143,11 @@ fn check_control(control: &MailboxControl, token: u8, number: usize) -> Result<(
 }
 
 /// Finds the mailboxes of the output.
-fn out_boxes(bus: &dyn BusMemory, entry: &CommandEntry) -> Result<Vec<BusAddress>, DeliveryStatus> {
+fn out_boxes(
+    bus: &dyn BusMemory,
+    entry: &CommandEntry,
+    checks: Checks,
+) -> Result<Vec<BusAddress>, DeliveryStatus> {
     let count = mailboxes_for(to_usize(entry.out_length.get()));
     let (mut boxes, mut next) = (Vec::with_capacity(count), entry.out_pointer.get());
     for number in 0..count {
@@ -142,7 +160,7 @@ fn out_boxes(bus: &dyn BusMemory, entry: &CommandEntry) -> Result<Vec<BusAddress
         bus.read(at, &mut raw).map_err(unreadable)?;
         let control = MailboxControl::read_from_bytes(&raw);
         let control = control.map_err(|_| DeliveryStatus::FIRMWARE)?;
-        check_control(&control, entry.token, number)?;
+        check_control(&control, entry.token, number, checks)?;
         boxes.push(BusAddress(next));
         next = control.next.get();
     }
@@ -154,6 +172,7 @@ fn read_input(
     bus: &dyn BusMemory,
     entry: &CommandEntry,
     opcode: Opcode,
+    checks: Checks,
 ) -> Result<Input, DeliveryStatus> {
     let length = to_usize(entry.in_length.get());
     if opcode != Opcode::CREATE_MKEY && length > SHORT_INPUT_BYTES_MAX {
@@ -169,7 +188,10 @@ fn read_input(
         let mut raw = [0; MAILBOX_BYTES];
         bus.read(BusAddress(next), &mut raw).map_err(unreadable)?;
         let mailbox = Mailbox::ref_from_bytes(&raw).map_err(|_| DeliveryStatus::FIRMWARE)?;
-        check_control(&mailbox.control, entry.token, number)?;
+        check_control(&mailbox.control, entry.token, number, checks)?;
+        if checks.mailbox_signatures && xor8(&raw) != 0xff {
+            return Err(DeliveryStatus::SIGNATURE);
+        }
         let piece = left.min(MAILBOX_DATA_BYTES);
         input.extend(mailbox.data.get(..piece).unwrap_or_default());
         left -= piece;
