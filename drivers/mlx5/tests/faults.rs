@@ -474,6 +474,9 @@ fn a_function_that_does_not_stop_keeps_its_memory() {
     let begin = rig.now();
     rig.pass(Duration::from_millis(1));
     assert!(rig.now().since(begin) >= Duration::from_secs(3));
+    let error = rig.suspend().unwrap_err().to_string();
+    assert!(error.contains("has not stopped"), "{error}");
+    assert_eq!(rig.device.state(), DeviceState::Running);
     // Later attempts only look.
     let begin = rig.now();
     let error = rig.device.reset().unwrap_err().to_string();

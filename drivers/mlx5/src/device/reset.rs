@@ -43,6 +43,20 @@ impl Leftovers {
 /// How long a function that did not begin anew is left alone.
 const PAUSE: Duration = Duration::from_secs(1);
 
+impl Control {
+    /// An error if a function may still serve queues that are known no more: it is not enough then
+    /// that none is left to be stopped.
+    pub(super) fn check_stopped(&self, action: &'static str) -> Result<(), VdpaError> {
+        match self.unstopped {
+            None => Ok(()),
+            Some(_) => {
+                let reason = "it was told to stop and has not stopped".to_owned();
+                Err(VdpaError::Device { action, reason })
+            }
+        }
+    }
+}
+
 impl Mlx5Device {
     pub(super) fn reset_all(&self, control: &mut Control) -> Result<(), VdpaError> {
         self.forget_guest(control);

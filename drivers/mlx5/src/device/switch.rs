@@ -42,6 +42,7 @@ impl Mlx5Device {
     pub(super) fn begin_suspending(&self, control: &mut Control) -> Result<(), VdpaError> {
         control.check(DeviceEvent::BeginSuspend, "suspend")?;
         self.check_there("suspend")?;
+        control.check_stopped("suspend")?;
         // From here on events about the link are swallowed.
         control.change(DeviceEvent::BeginSuspend);
         control.operation = Some(match self.firmware.options().link_notifier {
