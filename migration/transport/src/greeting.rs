@@ -82,7 +82,11 @@ pub fn connect_all(
 }
 
 fn greet(stream: &Stream, hello: &Hello) -> Result<(), GreetingError> {
-    stream.write_all(&hello.to_bytes()).map_err(GreetingError::Io)
+    match stream.write_all(&hello.to_bytes()) {
+        // It may have turned us away before it heard us. What it says of that is still to be read.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.map_err(GreetingError::Io),
+    }
 }
 
 fn read_reply(stream: &Stream, until: &Until<'_>) -> Result<(), GreetingError> {
@@ -189,6 +193,16 @@ mod tests {
         let mut bytes = [0; REPLY_BYTES];
         read_checked(&there, &mut bytes, &Until::within(GREETING_MAX), check_reply_prefix).unwrap();
         assert!(HelloReply::parse(&bytes).unwrap().accepted().is_err());
+    }
+
+    #[test]
+    fn who_is_turned_away_before_its_greeting_hears_why() {
+        let (here, there) = pair();
+        reply(&there, &HelloReply::refuse(Status::LIMIT)).unwrap();
+        drop(there);
+        greet(&here, &Hello::data(0, [1; 16])).unwrap();
+        let why = read_reply(&here, &Until::within(GREETING_MAX)).unwrap_err();
+        assert!(why.to_string().contains("too many connections"), "{why}");
     }
 
     /// Eight channels of a listener that takes 300 ms to greet each are not eight times as long.
