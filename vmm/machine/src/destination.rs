@@ -152,10 +152,10 @@ impl DestinationVmm for Incoming {
         machine.bus.load_board(saved.board.as_ref());
         let nics = machine.nics.load(saved.nics.as_deref().unwrap_or_default());
         let nics = nics.map_err(|why| failed(ACTION, why));
-        let entered = machine.group.wait_loaded().map_err(|(number, error)| {
+        let vcpus = machine.group.wait_loaded().map_err(|(number, error)| {
             failed(format!("load the state of vCPU {number}"), error.to_string())
         });
-        vm.and(serial).and(nics).and(entered).map(drop)
+        vm.and(serial).and(nics).and(vcpus)
     }
 
     fn arm(&self, limit: Duration) {

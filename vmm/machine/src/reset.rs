@@ -191,9 +191,8 @@ impl Machine {
         let loaded = self.vm.load(&vm, what_for).map_err(|error| error.to_string());
         let serial = self.bus.load_serial(&serial);
         self.bus.load_board(board.as_ref());
-        let entered = self.group.wait_loaded().map_err(|(number, e)| format!("vCPU {number}: {e}"));
-        loaded.and(serial).and(entered)?;
-        Ok(())
+        let vcpus = self.group.wait_loaded().map_err(|(number, e)| format!("vCPU {number}: {e}"));
+        loaded.and(serial).and(vcpus)
     }
 
     fn fill(&self, power_on: &PowerOn) -> Result<(), String> {

@@ -11,7 +11,6 @@ use martlet_engine::LoadFor;
 use martlet_ram::{DirtySource, TrackError};
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Everything that a backend makes for one machine.
 pub(crate) struct Built {
@@ -163,8 +162,8 @@ pub(crate) trait VcpuBackend: Send {
     fn load(&mut self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError>;
 
     /// Goes the way into the guest and back without executing an instruction of it, so that the
-    /// next `run` finds everything warm, and says how long that took. Called after each `load`.
-    fn enter_and_leave(&mut self) -> Result<Duration, BackendError>;
+    /// next `run` finds everything warm. Called after each `load`.
+    fn enter_and_leave(&mut self) -> Result<(), BackendError>;
 }
 
 /// Makes a vCPU leave the guest, from any thread.

@@ -92,8 +92,8 @@ impl VcpuBackend for Fake {
         Ok(())
     }
 
-    fn enter_and_leave(&mut self) -> Result<Duration, BackendError> {
-        Ok(Duration::ZERO)
+    fn enter_and_leave(&mut self) -> Result<(), BackendError> {
+        Ok(())
     }
 }
 

@@ -9,7 +9,6 @@ use martlet_engine::LoadFor;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::task::Waker;
-use std::time::Duration;
 
 /// See the module's comment.
 pub(crate) struct Shared {
@@ -48,8 +47,8 @@ pub(crate) struct Exchange {
     pub(crate) input: Option<(Vec<u8>, LoadFor)>,
     /// What saving gave.
     pub(crate) saved: Option<Result<Vec<u8>, BackendError>>,
-    /// What loading gave: how long entering and leaving took.
-    pub(crate) loaded: Option<Result<Duration, BackendError>>,
+    /// What became of loading.
+    pub(crate) loaded: Option<Result<(), BackendError>>,
 }
 
 impl Shared {

@@ -140,7 +140,7 @@ impl VcpuThread {
         self.shared.arrive(&self.shared.done);
     }
 
-    fn load_and_try(&mut self, state: &[u8], what_for: LoadFor) -> Result<Duration, BackendError> {
+    fn load_and_try(&mut self, state: &[u8], what_for: LoadFor) -> Result<(), BackendError> {
         self.backend.load(state, what_for)?;
         self.backend.enter_and_leave()
     }
